@@ -1,0 +1,199 @@
+"""What `generate` may be asked for. Anything else is refused before any work, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from .compat import CACHE_NAME, GenerationConfig, GenerationMode, PreTrainedModel
+from .processing import unsupported_processors
+
+# Fields of GenerationConfig that work as in plain `generate`: through the prepared inputs, the stock logits processors
+# made from them, the length limit and the end tokens.
+_HONOURED = frozenset(
+    {
+        "max_length",
+        "max_new_tokens",
+        "min_length",
+        "min_new_tokens",
+        "do_sample",
+        "num_return_sequences",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "top_h",
+        "typical_p",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "repetition_penalty",
+        "encoder_repetition_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "sequence_bias",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "exponential_decay_length_penalty",
+        "remove_invalid_values",
+        "renormalize_logits",
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+        "return_dict_in_generate",
+        "assistant",
+        "aspire_config",
+    }
+)
+# Fields that change nothing for greedy decoding or sampling with this package: settings of beam search, of other
+# assistants, of compilation and prefill chunks (which have their own form here), and bookkeeping.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "early_stopping",
+        "length_penalty",
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "assistant_confidence_threshold",
+        "max_matching_ngram_size",
+        "assistant_lookbehind",
+        "target_lookbehind",
+        "assistant_ensemble_weight",
+        "is_assistant",
+        "disable_compile",
+        "compile_config",
+        "prefill_chunk_size",
+        "low_memory",
+        "decoder_start_token_id",
+        "transformers_version",
+        "continuous_batching_config",
+        "max_cache_len",
+    }
+)
+_MODEL_KEYWORDS = frozenset({"input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep"})
+
+
+def refuse(reason: str) -> ValueError:
+    """The error of a call that cannot be served; nothing was done yet when it is raised."""
+    return ValueError(f"assistant='aspire': {reason}")
+
+
+def check_assistant(assistant: Any) -> bool:
+    """Whether a call asks for this package.
+
+    Raises:
+        ValueError: An assistant that nobody knows.
+    """
+    if assistant is None:
+        return False
+    if assistant != "aspire":
+        raise ValueError(f"generate(assistant=...): got {assistant!r}, expected 'aspire' or None")
+    return True
+
+
+def check_config(config: GenerationConfig) -> None:
+    """Refuses generation settings that are not supported.
+
+    Args:
+        config: What `generate` would run with: configuration and keywords merged.
+
+    Raises:
+        ValueError: Names the field, what was got and what is expected.
+    """
+    if (config.num_beams or 1) > 1 or (getattr(config, "num_beam_groups", None) or 1) > 1:
+        raise refuse(f"got num_beams={config.num_beams}, expected 1: beam search cannot draft")
+    mode = config.get_generation_mode(None)
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise refuse(f"got settings for {mode.value}, expected greedy search or sampling")
+    if config.use_cache is False:
+        raise refuse("got use_cache=False, expected True: drafts read the cache")
+    if config.cache_implementation not in (None, "dynamic"):
+        raise refuse(f"got cache_implementation={config.cache_implementation!r}, expected None: its cache is paged")
+    if (config.num_return_sequences or 1) > 1 and not config.do_sample:
+        raise refuse(
+            f"got num_return_sequences={config.num_return_sequences} without do_sample=True, "
+            "which would return the same text several times"
+        )
+    defaults = {**GenerationConfig().to_dict(), **GenerationConfig._get_default_generation_params()}
+    checked = {"num_beams", "num_beam_groups", "use_cache", "cache_implementation"}
+    for name, value in config.to_dict().items():
+        if name.startswith("_") or name in _HONOURED or name in _WITHOUT_EFFECT or name in checked:
+            continue
+        if value is not None and value is not False and value != defaults.get(name):
+            raise refuse(f"got {name}={value!r}, which is not supported yet; leave it out")
+
+
+def check_keywords(model: PreTrainedModel, keywords: dict[str, Any]) -> None:
+    """Refuses model inputs that are not supported.
+
+    Args:
+        model: The model.
+        keywords: What `generate` would hand to the model.
+
+    Raises:
+        ValueError: Names the argument.
+    """
+    for name, value in keywords.items():
+        if value is None or value is False or name in _MODEL_KEYWORDS:
+            continue
+        if name in (CACHE_NAME, "past_key_values"):
+            raise refuse(f"got {name}: continuing from a cache is not supported yet; pass the whole text as input_ids")
+        raise refuse(f"got {name}, which is not supported yet; expected input_ids, attention_mask, position_ids")
+    if keywords.get("use_cache") is False:
+        raise refuse("got use_cache=False, expected True: drafts read the cache")
+    ids = keywords.get("input_ids")
+    if isinstance(ids, torch.Tensor):
+        check_prompt(ids, keywords.get("attention_mask"), keywords.get("position_ids"))
+
+
+def check_prompt(ids: torch.Tensor, mask: Any, positions: Any) -> None:
+    """Refuses prompts of the wrong shape.
+
+    Raises:
+        ValueError: Names the tensor, its shape and the expected one.
+    """
+    if ids.ndim != 2 or ids.shape[0] == 0 or ids.shape[1] == 0:
+        raise refuse(f"got input_ids of shape {tuple(ids.shape)}, expected (batch, tokens), neither of them 0")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise refuse(f"got input_ids of dtype {ids.dtype}, expected int64 or int32")
+    if mask is not None:
+        if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+            shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+            raise refuse(f"got attention_mask {shape}, expected a tensor of shape {tuple(ids.shape)}")
+        if mask.shape != ids.shape:
+            raise refuse(f"got attention_mask of shape {tuple(mask.shape)}, expected {tuple(ids.shape)} as input_ids")
+        empty = (~mask.bool().any(1)).nonzero().flatten().tolist()
+        if empty:
+            raise refuse(f"got an attention_mask that hides every token of row(s) {empty}, expected one visible token")
+    if positions is not None:
+        shape = tuple(positions.shape) if isinstance(positions, torch.Tensor) else type(positions).__name__
+        if not isinstance(positions, torch.Tensor) or positions.ndim != 2 or positions.shape[1] != ids.shape[1]:
+            raise refuse(f"got position_ids {shape}, expected shape {tuple(ids.shape)}")
+        if bool((positions < 0).any()):
+            raise refuse(f"got position_ids down to {int(positions.min())}, expected none below 0")
+
+
+def check_callables(
+    processors: Sequence[Any] | None, criteria: Sequence[Any] | None, streamer: Any, rows: int | None
+) -> None:
+    """Refuses user code that is not supported yet.
+
+    Args:
+        processors: `logits_processor` as given, or as prepared by Transformers.
+        criteria: `stopping_criteria`, likewise.
+        streamer: The streamer, or None.
+        rows: Rows of the batch, once known.
+
+    Raises:
+        ValueError: Names the classes.
+    """
+    if names := unsupported_processors(processors or ()):
+        raise refuse(f"got logits_processor {', '.join(names)}; only stock ones without state are supported yet")
+    if names := [type(c).__name__ for c in criteria or () if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]:
+        raise refuse(f"got stopping_criteria {', '.join(names)}; only EOS tokens and lengths are supported yet")
+    if streamer is not None and rows is not None and rows > 1:
+        raise refuse(f"got a streamer with a batch of {rows} rows, expected 1")

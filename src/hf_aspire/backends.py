@@ -1,0 +1,131 @@
+"""Attention of a step: planned once, run in every layer."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .attention import scaling_of, split_heads
+from .batch import MixedBatch
+from .cache import AspireCache
+from .kernels import reference
+from .request import Row, RowKind
+from .selection import ContextPolicy
+
+
+class Backend(Protocol):
+    """What the runner needs of a set of kernels."""
+
+    def plan(self, batch: MixedBatch) -> None:
+        """Prepares what all layers of the next forward share."""
+
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Stores the new keys and values `[T, Hkv, D or Dv]`, attends `[T, Hq, D]` -> `[T, Hq, Dv]`."""
+
+    def scores(self, row: int) -> Tensor:
+        """Token scores `[lists or 1, L]` of a scored row of the last forward."""
+
+
+class TorchBackend:
+    """The reference kernels: a CPU's real path, and the oracle of every other backend.
+
+    Args:
+        cache: Pools.
+        policy: Which layers score what.
+    """
+
+    _EXPLICIT_QUERIES = 64  # a longer row (a prefill chunk) is split: only its last, scored queries take this path
+
+    def __init__(self, cache: AspireCache, policy: ContextPolicy) -> None:
+        self._cache = cache
+        self._policy = policy
+
+    def plan(self, batch: MixedBatch) -> None:
+        """Sorts the rows by the view that layers have of them, and makes room for scores."""
+        self._batch = batch
+        self._placed: dict[torch.device, tuple[Tensor, ...]] = {}
+        numbered = list(zip(range(len(batch.rows)), batch.rows, batch.offsets, strict=True))
+        self._full = [entry for entry in numbered if entry[1].kind is not RowKind.DRAFT]
+        self._drafts = [entry for entry in numbered if entry[1].kind is RowKind.DRAFT]
+        self._scores: dict[int, Tensor] = {}
+        for index, row, _ in numbered:
+            if row.scored:
+                lists = 1 if row.kind is RowKind.DRAFT else self._policy.lists
+                device = batch.token_ids.device
+                self._scores[index] = torch.zeros(lists, row.context, dtype=torch.float32, device=device)
+
+    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """See `Backend`."""
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        write_slots, draft_index, slots, lengths = self._on(key.device)
+        reference.store_kv(keys, values, write_slots, key, value)
+        output = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+        full = list(self._full)
+        if self._drafts and layer in self._policy.draft_layers:
+            full += self._drafts
+        elif self._drafts:
+            listed = slots[layer if slots.shape[0] > 1 else 0]
+            output[draft_index] = reference.sparse_attention(
+                query[draft_index], keys, values, listed, lengths, scaling
+            )
+        for index, row, offset in full:
+            queries = query[offset : offset + row.queries]
+            output[offset : offset + row.queries] = self._full_row(layer, index, row, queries, scaling)
+        return output
+
+    def scores(self, row: int) -> Tensor:
+        """See `Backend`."""
+        return self._scores[row]
+
+    def _full_row(self, layer: int, index: int, row: Row, query: Tensor, scaling: float) -> Tensor:
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        runs = row.request.context(row.context)
+        draft = row.kind is RowKind.DRAFT
+        scored = row.scored and layer in (self._policy.draft_layers if draft else self._policy.full_layers)
+        wanted = row.scored_queries if scored else ()
+        # Scored queries, and rows over scattered pages, take the path that returns weights and copies nothing.
+        first = (wanted[0] if wanted else 0) if row.queries > self._EXPLICIT_QUERIES else 0
+        explicit = bool(wanted) or (len(runs) > 1 and row.queries <= self._EXPLICIT_QUERIES)
+        if not explicit:
+            return reference.full_attention(query, keys, values, runs, row.start, scaling)
+        output, weights = reference.scored_attention(query[first:], keys, values, runs, row.start + first, scaling)
+        if wanted:
+            place = layer if self._scores[index].shape[0] > 1 else 0
+            counted = weights[[q - first for q in wanted]]
+            self._scores[index][place] = self._policy.reduce(counted).to(self._scores[index].device)
+        if first:
+            seen = row.request.context(row.start + first)
+            head = reference.full_attention(query[:first], keys, values, seen, row.start, scaling)
+            output = torch.cat([head, output])
+        return output
+
+    def _on(self, device: torch.device) -> tuple[Tensor, ...]:
+        """The plan's index tensors on a layer's device (layers may be spread by a device map)."""
+        if device not in self._placed:
+            sparse = self._batch.sparse
+            empty = self._batch.draft_index
+            self._placed[device] = (
+                self._batch.write_slots.to(device),
+                self._batch.draft_index.to(device),
+                (sparse.slots if sparse else empty).to(device),
+                (sparse.lengths if sparse else empty).to(device),
+            )
+        return self._placed[device]
+
+
+class BackendStep:
+    """A backend as the step that travels through the model's forward."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, keywords: dict[str, Any]) -> Tensor:
+        """See `AttentionStep`."""
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        heads = (split_heads(query), split_heads(key), split_heads(value))
+        return self._backend.run(layer, *heads, scaling_of(query, keywords))[None]
+
+    def mask(self, mask_function: Any) -> None:
+        """Nothing: the probe has judged the model's masks."""

@@ -1,0 +1,201 @@
+"""How long a step takes, as a function of what it computes and reads; fitted online. Numpy only."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import astuple, dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+# base, per_token, per_kv_token, and (hinge, increase of the slope there) where there is one
+_Coefficients = tuple[float, float, float, tuple[tuple[int, float], ...]]
+
+# Query tokens at which the cost of one more may rise. Matrix products take the time of reading the weights until
+# about 256 tokens on an H100 or H200 and are linear after (design section 5); smaller devices and CPUs bend earlier.
+HINGES = (64, 256)
+# The prior alone decides until so many steps were seen: the first ones compile, capture graphs and fill caches.
+WARMUP_STEPS = 10
+# Weight of the past after each step: the fit remembers about 1 / (1 - 0.99) = 100 steps, enough to average 5 % noise
+# over five coefficients down to about 1 %, and short against the growth of a context.
+MEMORY = 0.99
+# Strength of the pull to the prior, in observations. A roofline knows each coefficient to about 50 % of itself once
+# the common factor is right, and one step is noisy by about 10 % of itself: (0.1 / 0.5)^2.
+RIDGE = 0.04
+# No coefficient falls below this share of the rescaled prior, so that no step is ever predicted to be free, not even a
+# kind that was never seen.
+LEAST_SHARE = 0.01
+# A step counts as at most so many times faster than predicted. Slow outliers (a pause, a recompilation) weigh little by
+# themselves because errors are relative, but a step whose end was noticed late makes the next one look short, and short
+# steps weigh much. A kind of step that really is faster than predicted is learned in a few observations instead of one.
+MOST_FASTER = 1.5
+# Drift: the median error of the last 5 steps is beyond a factor 1.3. Two outliers of any size cannot move a median of
+# 5 that far, 10 % noise does about once in a million steps, and a real change shows after 3 steps.
+DRIFT_STEPS = 5
+DRIFT_FACTOR = 1.3
+# Observations that the past is worth after a drift: it still separates the coefficients until there is something
+# newer, and a dozen new steps outweigh it.
+KEPT_AFTER_DRIFT = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """A step's time as a linear function: `base + per_token * T + per_kv_token * KV`.
+
+    Args:
+        base: Seconds that every step takes: reading the weights, launching kernels.
+        per_token: Seconds per query token.
+        per_kv_token: Seconds per KV token read, over all layers.
+
+    Raises:
+        ValueError: A coefficient is negative or not finite, or all are zero.
+    """
+
+    base: float
+    per_token: float
+    per_kv_token: float
+
+    def __post_init__(self) -> None:
+        coefficients = astuple(self)
+        if not all(0 <= value < math.inf for value in coefficients) or sum(coefficients) == 0:
+            raise ValueError(f"StepCost: got {coefficients}, expected three finite seconds >= 0, not all zero")
+
+
+class CostModel:
+    """tau(T, KV) = f(T) + beta KV with f piecewise linear and convex, fitted to the steps as they happen.
+
+    The coefficients w (base, slope of f, its increase at each hinge, beta) minimise, over the steps seen,
+
+        sum MEMORY^age (tau / seconds - 1)^2 + RIDGE sum ((w_j - s p_j) / (s scale_j))^2
+
+    subject to w >= LEAST_SHARE s p (design section 5; own reasoning where it leaves the choice).
+    Errors are relative, so that short draft steps weigh as much as long verifications, and a step that took twenty
+    times too long weighs a four-hundredth. p is the prior and s the one factor that fits s p to the same steps best:
+    a roofline is often off by a constant, but T and KV hardly vary in steady state, where only the prior can tell
+    the coefficients apart. scale is how far a coefficient may be off: as far as it is large (a per_kv_token of zero
+    stays zero), for the slopes at least base / HINGES[0]. As w >= 0, the prediction never falls with T or KV.
+
+    When the level changes (another process on the device, a lower clock), a drift test rescales what was learned by
+    the change it sees and lets new steps outweigh it soon.
+
+    Args:
+        prior: Costs assumed before `WARMUP_STEPS` steps were seen, and the direction that the data leave open.
+        fixed: Keep to the prior for good; `observe` does nothing then.
+
+    Raises:
+        ValueError: The prior's base is zero, and it is not fixed: the fit has no scale then.
+    """
+
+    def __init__(self, prior: StepCost, fixed: bool = False) -> None:
+        if prior.base == 0 and not fixed:
+            raise ValueError(f"CostModel: got {prior}, expected a base > 0 to start the fit from (or fixed=True)")
+        self.steps = 0
+        """Steps observed; 0 for good when `fixed`."""
+        self._fixed = fixed
+        slope = max(prior.per_token, prior.base / HINGES[0])
+        self._scale: Array = np.array([prior.base, slope, *(slope for _ in HINGES), prior.per_kv_token])
+        known = np.array([prior.base, prior.per_token, *(0.0 for _ in HINGES), prior.per_kv_token])
+        self._prior: Array = np.divide(known, self._scale, out=np.zeros_like(known), where=self._scale > 0)
+        # Normal equations of the relative errors, with coefficients in units of `scale`. The right-hand side also
+        # serves as the sum of rows, since every row's target is 1.
+        self._matrix: Array = np.zeros((len(known), len(known)))
+        self._vector: Array = np.zeros(len(known))
+        self._weight = 0.0  # observations in them, forgotten ones discounted
+        self._errors: deque[float] = deque(maxlen=DRIFT_STEPS)  # log(seconds / predicted)
+        self._coefficients: _Coefficients | None = (*astuple(prior), ())  # None: to be solved when next asked for
+
+    def seconds(self, tokens: float, kv_tokens: float) -> float:
+        """Predicted time of a step.
+
+        Args:
+            tokens: Query tokens in the step.
+            kv_tokens: KV tokens that its rows read, summed over rows.
+        """
+        base, per_token, per_kv_token, bends = self._coefficients or self._solve()
+        seconds = base + per_token * tokens + per_kv_token * kv_tokens
+        for hinge, bend in bends:
+            if tokens > hinge:
+                seconds += bend * (tokens - hinge)
+        return seconds
+
+    def observe(self, tokens: int, kv_tokens: float, seconds: float) -> None:
+        """Learns from one step; leave prefill steps out, they are another regime.
+
+        Args:
+            tokens: Query tokens in the step.
+            kv_tokens: KV tokens that its rows read, summed over rows.
+            seconds: What it took.
+
+        Raises:
+            ValueError: The step was empty or took no time, or a number is not finite.
+        """
+        if self._fixed:
+            return
+        if not (tokens >= 1 and 0 <= kv_tokens < math.inf and 0 < seconds < math.inf):
+            raise ValueError(f"got {tokens} tokens, {kv_tokens} KV tokens and {seconds} seconds for a step")
+        self.steps += 1
+        if self.steps > WARMUP_STEPS:
+            self._errors.append(math.log(seconds / self.seconds(tokens, kv_tokens)))
+            self._follow_drift()
+            seconds = max(seconds, self.seconds(tokens, kv_tokens) / MOST_FASTER)
+        row = np.array([1.0, tokens, *(max(tokens - hinge, 0) for hinge in HINGES), kv_tokens]) * self._scale / seconds
+        self._discount(MEMORY)
+        self._matrix += np.outer(row, row)
+        self._vector += row
+        self._weight += 1
+        if self.steps >= WARMUP_STEPS:
+            self._coefficients = None
+
+    def _discount(self, factor: float) -> None:
+        self._matrix *= factor
+        self._vector *= factor
+        self._weight *= factor
+
+    def _follow_drift(self) -> None:
+        """If most recent steps were off by a common factor, moves the past to the new level and lightens it."""
+        if len(self._errors) < DRIFT_STEPS:
+            return
+        error = sorted(self._errors)[DRIFT_STEPS // 2]
+        if abs(error) < math.log(DRIFT_FACTOR):
+            return
+        level = math.exp(error)
+        self._matrix /= level**2
+        self._vector /= level
+        self._discount(min(1.0, KEPT_AFTER_DRIFT / self._weight))
+        self._errors.clear()
+        self._coefficients = None
+
+    def _solve(self) -> _Coefficients:
+        # In units of u = w / (factor scale) the ridge is RIDGE |u - prior|^2.
+        factor = float(self._prior @ self._vector / (self._prior @ self._matrix @ self._prior))
+        matrix = factor**2 * self._matrix
+        matrix.flat[:: len(matrix) + 1] += RIDGE
+        least = LEAST_SHARE * self._prior
+        above = _nonnegative_solution(matrix, factor * self._vector + RIDGE * self._prior - matrix @ least)
+        base, per_token, *bends, per_kv_token = (factor * self._scale * (least + above)).tolist()
+        rising = tuple((hinge, bend) for hinge, bend in zip(HINGES, bends, strict=True) if bend > 0)
+        self._coefficients = (base, per_token, per_kv_token, rising)
+        return self._coefficients
+
+
+def _nonnegative_solution(matrix: Array, vector: Array) -> Array:
+    """Minimises x' M x / 2 - v' x over x >= 0, for a positive definite M of a few rows.
+
+    Murty's principal pivoting: of the coordinates on the wrong side (a free one negative, a zero one that would fall
+    the objective if raised), the last changes sides, until there is none. It ends after at most 2^n solves
+    (K. G. Murty, Note on a Bard-type scheme for solving the complementarity problem, Opsearch 1974), here nearly
+    always after one to three.
+    """
+    free = np.ones(len(vector), dtype=bool)
+    tolerance = 1e-9 * float(np.abs(vector).max())
+    for _ in range(2 ** len(vector)):
+        solution = np.zeros_like(vector)
+        solution[free] = np.linalg.solve(matrix[np.ix_(free, free)], vector[free])
+        descent = vector - matrix @ solution
+        wrong = np.flatnonzero(np.where(free, solution < 0, descent > tolerance))
+        if len(wrong) == 0:
+            break
+        free[wrong[-1]] ^= True
+    return np.maximum(solution, 0)

@@ -1,0 +1,1 @@
+"""Attention kernels: tensors in, tensors out. They import nothing from the package but each other."""

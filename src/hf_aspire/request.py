@@ -1,0 +1,155 @@
+"""A request, a row of the returned batch, and what the host knows of it. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class RowKind(IntEnum):
+    """What a request does in one step."""
+
+    PREFILL = 0
+    DECODE = 1
+    DRAFT = 2
+    VERIFY = 3
+
+
+@dataclass(slots=True)
+class Request:
+    """One row of the batch.
+
+    A prompt token is fed if it is visible, or if it is the last one (its logits start the text). Position is not slot:
+    holes in a mask and right padding give positions that differ from the place in the cache, and a masked last token
+    is a query that keeps no keys and values.
+
+    Attributes:
+        row: Index in the returned batch, and the request's slot.
+        columns: Columns of the fed tokens in the padded prompt.
+        positions: Their position ids.
+        kept: How many of them keep keys and values: all, or all but the last.
+        limit: Most tokens to generate.
+        noise_key: 64-bit key of the row's random numbers.
+        length: Tokens whose keys and values are final. The last committed token is not among them: it has no final
+            ones until it was verified.
+        prefilled: Fed tokens done.
+        generated: Committed tokens.
+        drafts: Tokens drafted since the last verification.
+        drafted_end: Whether the last draft ends the text, so that nothing may be drafted behind it.
+        rounds: Verify and decode rows done.
+        draft_rounds: Those that held a draft.
+        pages: Its pages, in order.
+        shared: Leading pages it shares with the request it was forked from.
+        runs: The pages as contiguous (begin, end) stretches of token slots.
+        forks: Requests with the same prompt that start from this one's prefill.
+    """
+
+    row: int
+    columns: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    kept: int
+    limit: int
+    noise_key: int
+    length: int = 0
+    prefilled: int = 0
+    generated: int = 0
+    drafts: list[int] = field(default_factory=list)
+    drafted_end: bool = False
+    rounds: int = 0
+    draft_rounds: int = 0
+    pages: list[int] = field(default_factory=list)
+    shared: int = 0
+    runs: list[tuple[int, int]] = field(default_factory=list)
+    forks: list[Request] = field(default_factory=list)
+
+    @property
+    def fed(self) -> int:
+        """Prompt tokens to feed."""
+        return len(self.columns)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be committed."""
+        return self.limit - self.generated
+
+    def position(self, token: int) -> int:
+        """Position id of the `token`-th generated token."""
+        return int(self.positions[-1]) + 1 + token
+
+    def context(self, length: int) -> list[tuple[int, int]]:
+        """The first `length` tokens as stretches of the pools."""
+        clipped: list[tuple[int, int]] = []
+        for begin, end in self.runs:
+            if length <= 0:
+                break
+            clipped.append((begin, min(end, begin + length)))
+            length -= end - begin
+        return clipped
+
+
+@dataclass(slots=True, frozen=True)
+class Row:
+    """n query tokens of one request over one context: everything that a step does is a list of these.
+
+    Attributes:
+        request: Whose tokens.
+        kind: What they are for.
+        queries: How many.
+        start: Context index of the first query.
+        context: Context tokens once the row's own are stored.
+        scored: Whether the attention scores of this row are wanted for the next sparse context.
+    """
+
+    request: Request
+    kind: RowKind
+    queries: int
+    start: int
+    context: int
+    scored: bool = False
+
+    @classmethod
+    def prefill(cls, request: Request, queries: int, scored: bool) -> Row:
+        """The next chunk of a prompt; scores are wanted of the last one only."""
+        end = request.prefilled + queries
+        last = end == request.fed
+        return cls(request, RowKind.PREFILL, queries, request.prefilled, min(end, request.kept), scored and last)
+
+    @classmethod
+    def draft(cls, request: Request, scored: bool) -> Row:
+        """One more draft."""
+        start = request.length + len(request.drafts)
+        return cls(request, RowKind.DRAFT, 1, start, start + 1, scored)
+
+    @classmethod
+    def verify(cls, request: Request, scored: bool) -> Row:
+        """The last committed token and all drafts; without drafts, a plain decode row."""
+        queries = len(request.drafts) + 1
+        kind = RowKind.VERIFY if request.drafts else RowKind.DECODE
+        return cls(request, kind, queries, request.length, request.length + queries, scored)
+
+    @property
+    def finishes_prompt(self) -> bool:
+        """Whether this is the last chunk of a prompt."""
+        return self.kind is RowKind.PREFILL and self.start + self.queries == self.request.fed
+
+    @property
+    def logits(self) -> int:
+        """How many of the queries, counted from the last, need logits."""
+        return int(self.finishes_prompt) if self.kind is RowKind.PREFILL else self.queries
+
+    @property
+    def scored_queries(self) -> tuple[int, ...]:
+        """Queries whose scores count: the first and last of a round, the last eight of a prompt."""
+        if not self.scored:
+            return ()
+        if self.kind is RowKind.PREFILL:
+            return tuple(range(max(0, self.queries - 8), self.queries))
+        return tuple(sorted({0, self.queries - 1}))
+
+    @property
+    def certain(self) -> int:
+        """Context tokens that stay whatever of the row is accepted: what its scores are used for."""
+        return self.context if self.kind is RowKind.PREFILL else self.start + 1

@@ -1,0 +1,238 @@
+"""Counter-based noise, and the rules that turn logits into drafted and committed tokens.
+
+Greedy decoding and `coupled` sampling share one rule: draft and target both take the argmax of their scores plus the
+same noise (none when greedy); the target's choice is committed, and a draft counts as accepted where both agree. The
+committed token is a draw from the processed target whatever the draft did (Gumbel-max trick).
+
+`rejection` is speculative sampling: a draft x from q is kept with probability min(1, p(x) / q(x)); the first one that
+is not is replaced by a draw from max(p - q, 0), and behind a fully accepted draft comes a draw from p.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15, the increment of SplitMix64
+_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+class Purpose(IntEnum):
+    """What a random number is for. `coupled` uses TARGET alone, for drafts too."""
+
+    TARGET = 1
+    DRAFT = 2
+    ACCEPT = 3
+    RESIDUAL = 4
+
+
+def row_key(seed: int, prompt: NDArray[np.int64], occurrence: int) -> int:
+    """Signed 64-bit key of a row: seed, the prompt's visible tokens, and which of its equal rows this is."""
+    digest = hashlib.blake2b(digest_size=8, person=b"hf_aspire")
+    digest.update(int(seed).to_bytes(16, "little", signed=True))
+    digest.update(int(occurrence).to_bytes(8, "little"))
+    digest.update(np.ascontiguousarray(prompt, dtype="<i8").tobytes())
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def _shift_right(value: Tensor, bits: int) -> Tensor:
+    """Logical shift of signed 64-bit integers."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(value: Tensor) -> Tensor:
+    """The output function of SplitMix64: a bijection whose outputs pass as random. int64 products wrap."""
+    value = (value ^ _shift_right(value, 30)) * _MIX_1
+    value = (value ^ _shift_right(value, 27)) * _MIX_2
+    return value ^ _shift_right(value, 31)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Where K draws stand: rows' keys, positions among the generated tokens, rounds; all `[K]` int64."""
+
+    keys: Tensor
+    positions: Tensor
+    rounds: Tensor
+
+    def pick(self, index: Tensor) -> Draws:
+        """Some of them."""
+        return Draws(self.keys[index], self.positions[index], self.rounds[index])
+
+    def uniform(self, purpose: Purpose, count: int, *, by_round: bool) -> Tensor:
+        """`[K, count]` float64 in (0, 1), a function of (key, position, purpose[, round]) and the column alone."""
+        state = _mix(self.keys + _GOLDEN * (self.positions + 1))
+        state = _mix(state + _GOLDEN * (int(purpose) + (8 * (self.rounds + 1) if by_round else 0)))
+        columns = torch.arange(1, count + 1, dtype=torch.int64, device=state.device)
+        bits = _mix(state[:, None] + _GOLDEN * columns)
+        return (_shift_right(bits, 12).to(torch.float64) + 0.5) * 2.0**-52
+
+    def gumbel(self, purpose: Purpose, count: int, *, by_round: bool) -> Tensor:
+        """`[K, count]` float64 Gumbel noise."""
+        return -torch.log(-torch.log(self.uniform(purpose, count, by_round=by_round)))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What V verified rows decided.
+
+    Attributes:
+        accepted: `[V]` int64, drafts kept.
+        tokens: `[V, most queries]` int64; the first `accepted + 1` of a row are committed.
+    """
+
+    accepted: Tensor
+    tokens: Tensor
+
+
+class Sampler(Protocol):
+    """Turns processed scores into tokens."""
+
+    def draft(self, scores: Tensor, draws: Draws, slots: Tensor, depths: Tensor) -> Tensor:
+        """Proposes one token for each of R rows.
+
+        Args:
+            scores: `[R, V]` float32, processed.
+            draws: R draws.
+            slots: `[R]` request slots.
+            depths: `[R]` drafts the row holds already.
+
+        Returns:
+            `[R]` int64.
+        """
+
+    def verify(self, scores: Tensor, draws: Draws, drafts: Tensor, counts: Tensor, slots: Tensor) -> Outcome:
+        """Decides V rows.
+
+        Args:
+            scores: `[K, V]` float32, processed; the rows' queries one after the other.
+            draws: K draws.
+            drafts: `[V, most drafts]` int64; entries past a row's drafts count for nothing.
+            counts: `[V]` int64, queries of each row: its drafts + 1.
+            slots: `[V]` request slots.
+        """
+
+    def can_choose(self, best: float) -> bool:
+        """Whether a token can be chosen from scores whose highest is `best`."""
+
+
+class ArgmaxSampler:
+    """Greedy decoding, or `coupled` sampling when `sample`."""
+
+    def __init__(self, sample: bool) -> None:
+        self._sample = sample
+
+    def draft(self, scores: Tensor, draws: Draws, slots: Tensor, depths: Tensor) -> Tensor:
+        """See `Sampler`."""
+        return self._choose(scores, draws)
+
+    def verify(self, scores: Tensor, draws: Draws, drafts: Tensor, counts: Tensor, slots: Tensor) -> Outcome:
+        """See `Sampler`."""
+        tokens = _by_row(self._choose(scores, draws), counts)
+        agree = tokens[:, : drafts.shape[1]] == drafts
+        return Outcome(_leading(agree, counts - 1), tokens)
+
+    def can_choose(self, best: float) -> bool:
+        """See `Sampler`. Plain greedy decoding takes the first token where all are -inf, and so do we."""
+        return math.isfinite(best) if self._sample else not math.isnan(best)
+
+    def _choose(self, scores: Tensor, draws: Draws) -> Tensor:
+        if not self._sample:
+            return scores.argmax(-1)
+        return (scores + draws.gumbel(Purpose.TARGET, scores.shape[1], by_round=False)).argmax(-1)
+
+
+class RejectionSampler:
+    """Speculative sampling. Keeps every draft's distribution until its round is verified.
+
+    Args:
+        requests: Request slots.
+        max_draft: Most drafts per round.
+        vocabulary: Size of a distribution.
+        device: Where scores live.
+    """
+
+    def __init__(self, requests: int, max_draft: int, vocabulary: int, device: torch.device) -> None:
+        self._proposed = torch.zeros(requests, max_draft, vocabulary, dtype=torch.float32, device=device)
+
+    def draft(self, scores: Tensor, draws: Draws, slots: Tensor, depths: Tensor) -> Tensor:
+        """See `Sampler`."""
+        self._proposed[slots, depths] = torch.softmax(scores, -1)
+        return _draw(scores, draws, Purpose.DRAFT)
+
+    def replace(self, slot: int, depth: int, token: int) -> None:
+        """Records that a draft was put in place of the drawn one: it was proposed with probability one."""
+        self._proposed[slot, depth] = 0
+        self._proposed[slot, depth, token] = 1
+
+    def verify(self, scores: Tensor, draws: Draws, drafts: Tensor, counts: Tensor, slots: Tensor) -> Outcome:
+        """See `Sampler`."""
+        rows, most = counts.shape[0], drafts.shape[1]
+        starts = counts.cumsum(0) - counts
+        target = torch.softmax(scores, -1)
+        accepted = counts.new_zeros(rows)
+        if most:
+            uniform = _by_row(draws.uniform(Purpose.ACCEPT, 1, by_round=True)[:, 0], counts)[:, :most]
+            depth = torch.arange(most, device=counts.device)
+            place = (starts[:, None] + depth).clamp(max=scores.shape[0] - 1)
+            known = drafts.clamp(min=0)
+            p = target[place, known]
+            q = self._proposed[slots[:, None], depth, known]
+            accepted = _leading(uniform * q < p, counts - 1)
+        last = starts + accepted
+        final = self._final(scores[last], target[last], draws.pick(last), accepted < counts - 1, slots, accepted)
+        tokens = torch.cat([drafts, drafts.new_zeros(rows, 1)], 1)
+        tokens[torch.arange(rows, device=counts.device), accepted] = final
+        return Outcome(accepted, tokens)
+
+    def can_choose(self, best: float) -> bool:
+        """See `Sampler`."""
+        return math.isfinite(best)
+
+    def _final(
+        self, scores: Tensor, target: Tensor, draws: Draws, rejected: Tensor, slots: Tensor, depth: Tensor
+    ) -> Tensor:
+        """The token behind the accepted drafts: from what q lacks after a rejection, from p after full acceptance."""
+        bonus = _draw(scores, draws, Purpose.TARGET)
+        if not bool(rejected.any()):
+            return bonus
+        proposed = self._proposed[slots, depth.clamp(max=self._proposed.shape[1] - 1)]
+        residual = (target - proposed).clamp(min=0)
+        empty = residual.sum(-1, keepdim=True) == 0
+        return torch.where(rejected, _draw(torch.where(empty, target, residual).log(), draws, Purpose.RESIDUAL), bonus)
+
+
+def make_sampler(
+    sample: bool, kind: str, requests: int, max_draft: int, vocabulary: int, device: torch.device
+) -> Sampler:
+    """The sampler of a call: greedy, `"coupled"` or `"rejection"`."""
+    if sample and kind == "rejection":
+        return RejectionSampler(requests, max_draft, vocabulary, device)
+    return ArgmaxSampler(sample)
+
+
+def _draw(scores: Tensor, draws: Draws, purpose: Purpose) -> Tensor:
+    return (scores + draws.gumbel(purpose, scores.shape[1], by_round=True)).argmax(-1)
+
+
+def _by_row(values: Tensor, counts: Tensor) -> Tensor:
+    """`[K]` one after the other -> `[V, most]`, short rows filled with their neighbours' values."""
+    starts = counts.cumsum(0) - counts
+    most = int(counts.max())
+    place = starts[:, None] + torch.arange(most, device=counts.device)
+    return values[place.clamp(max=values.shape[0] - 1)]
+
+
+def _leading(agree: Tensor, drafts: Tensor) -> Tensor:
+    """How many of a row's first `drafts` entries hold before one fails."""
+    inside = torch.arange(agree.shape[1], device=agree.device) < drafts[:, None]
+    return (agree & inside).to(torch.int64).cumprod(-1).sum(-1)

@@ -1,0 +1,233 @@
+"""When each request drafts, verifies or waits. Pure Python: a schedule sees numbers, never tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from hf_aspire.acceptance import AcceptanceEstimator
+from hf_aspire.config import AspireConfig
+from hf_aspire.cost_model import CostModel
+from hf_aspire.request import RowKind
+
+# Drafting has to promise this many times the rate of plain decoding. Predicted step times are good to a few per cent
+# (the fit's target is 5 % per step, less after averaging); a smaller promised gain is within that error, and plain
+# decoding is the side on which being wrong costs nothing.
+LEAST_GAIN = 1.03
+
+
+@dataclass(slots=True, frozen=True)
+class Candidate:
+    """One decoding request as the scheduler sees it before a step.
+
+    Args:
+        request: Identity, stable over the call (row index).
+        drafted: Drafts made since its last verification.
+        limit: Most drafts it may hold in this round; equal to `drafted` where the draft has to end now.
+        rounds: Rounds verified so far that held at least one draft.
+        context: KV tokens that a full row of it reads now.
+        sparse_context: KV tokens that a draft row of it reads now, averaged over layers.
+    """
+
+    request: int
+    drafted: int
+    limit: int
+    rounds: int
+    context: int
+    sparse_context: float
+
+
+class Schedule(Protocol):
+    """Decides one step at a time, and hears how each verification went (possibly a step late)."""
+
+    def decide(self, candidates: Sequence[Candidate]) -> list[RowKind | None]:
+        """What each candidate does in the next step.
+
+        Returns:
+            DRAFT (only below the limit), VERIFY (DECODE where nothing was drafted) or None (wait), one per candidate;
+            unless there are no candidates, at least one is not None.
+        """
+
+    def observe(self, request: int, drafted: int, accepted: int) -> None:
+        """Called after every verify or decode row; `drafted` is 0 after a decode row."""
+
+
+class Autoregressive:
+    """Plain decoding: never drafts."""
+
+    def decide(self, candidates: Sequence[Candidate]) -> list[RowKind | None]:
+        return [_verify(candidate) for candidate in candidates]
+
+    def observe(self, request: int, drafted: int, accepted: int) -> None:
+        pass
+
+
+class Fixed:
+    """Lockstep: everybody drafts up to the same length, those that are done wait, then everybody verifies.
+
+    Args:
+        draft_length: Drafts per round.
+    """
+
+    def __init__(self, draft_length: int) -> None:
+        self._draft_length = draft_length
+
+    def decide(self, candidates: Sequence[Candidate]) -> list[RowKind | None]:
+        drafting = [candidate.drafted < min(self._draft_length, candidate.limit) for candidate in candidates]
+        if any(drafting):
+            return [RowKind.DRAFT if drafts else None for drafts in drafting]
+        return [_verify(candidate) for candidate in candidates]
+
+    def observe(self, request: int, drafted: int, accepted: int) -> None:
+        pass
+
+
+class Staggered:
+    """A fixed cycle of `draft_length` drafts and one verification, with the phases of the requests spread.
+
+    The k-th request that appears makes k mod (draft_length + 1) drafts in its first round. Requests that appear
+    together thus verify in different steps from then on, and every step holds about the same mix of rows.
+
+    Args:
+        draft_length: Drafts per round.
+    """
+
+    def __init__(self, draft_length: int) -> None:
+        self._draft_length = draft_length
+        self._target: dict[int, int] = {}
+
+    def decide(self, candidates: Sequence[Candidate]) -> list[RowKind | None]:
+        return [self._decide(candidate) for candidate in candidates]
+
+    def _decide(self, candidate: Candidate) -> RowKind:
+        phase = len(self._target) % (self._draft_length + 1)
+        kind = _draft_up_to(self._target.setdefault(candidate.request, phase), candidate)
+        if kind is not RowKind.DRAFT:  # here and not in observe(), which may come after the next decision
+            self._target[candidate.request] = self._draft_length
+        return kind
+
+    def observe(self, request: int, drafted: int, accepted: int) -> None:
+        pass
+
+
+class Fsm:
+    """Draft length per request as a small state machine: one more after full acceptance, one less otherwise.
+
+    A row without drafts says nothing about their acceptance and changes nothing.
+
+    Args:
+        draft_length: Drafts of a request's first round, at most `max_draft`.
+        max_draft: Most drafts per round.
+    """
+
+    def __init__(self, draft_length: int, max_draft: int) -> None:
+        self._start = min(draft_length, max_draft)
+        self._max_draft = max_draft
+        self._target: dict[int, int] = {}
+
+    def decide(self, candidates: Sequence[Candidate]) -> list[RowKind | None]:
+        return [_draft_up_to(self._target.get(candidate.request, self._start), candidate) for candidate in candidates]
+
+    def observe(self, request: int, drafted: int, accepted: int) -> None:
+        if drafted == 0:
+            return
+        target = self._target.get(request, self._start)
+        self._target[request] = min(target + 1, self._max_draft) if accepted == drafted else max(target - 1, 1)
+
+
+class Aspire:
+    """Draft length per request and step, from its estimated acceptance and what the batch costs (ASPIRE section 4).
+
+    A request verifies once it holds `best_draft_length` drafts or has reached its limit. Costs and contexts change
+    while it drafts, so the length is asked anew at every step; drafts that are not worth continuing are verified at
+    once. Unlike the paper's rule, every length is priced with its own verification and 0 as a plain decoding step.
+
+    Args:
+        cost: Predicts step times.
+        acceptance: Estimates acceptance per request.
+        max_draft: Most drafts per round.
+        initial_draft: Least drafts before a request's first verification, provided that drafting pays at all: a first
+            observation of a single draft would be 0 or 1 and say little.
+    """
+
+    def __init__(self, cost: CostModel, acceptance: AcceptanceEstimator, max_draft: int, initial_draft: int) -> None:
+        self._cost = cost
+        self._acceptance = acceptance
+        self._max_draft = max_draft
+        self._initial_draft = initial_draft
+
+    def decide(self, candidates: Sequence[Candidate]) -> list[RowKind | None]:
+        return [_draft_up_to(self._target(candidate, len(candidates)), candidate) for candidate in candidates]
+
+    def _target(self, candidate: Candidate, batch: int) -> int:
+        alpha = self._acceptance.estimate(candidate.request)
+        length = best_draft_length(
+            alpha, batch, candidate.context, candidate.sparse_context, self._max_draft, self._cost
+        )
+        if length > 0 and candidate.rounds == 0:
+            return max(length, self._initial_draft)
+        return length
+
+    def observe(self, request: int, drafted: int, accepted: int) -> None:
+        if drafted > 0:
+            self._acceptance.observe(request, drafted, accepted)
+        else:
+            self._acceptance.relax(request)
+
+
+def best_draft_length(
+    alpha: float, batch: int, context: float, sparse_context: float, max_draft: int, cost: CostModel
+) -> int:
+    """The draft length with the most expected tokens per second, for a batch of copies of one request.
+
+    A round of g drafts commits E(g) = 1 + alpha + ... + alpha^g expected tokens and takes g draft steps and one
+    verification of g + 1 queries per request. The result is the exact argmax of E(g) / (g T_draft + T_verify(g + 1))
+    over 0..max_draft, the smallest of equals, or 0 where that rate is not above `LEAST_GAIN` times that of g = 0
+    (plain decoding). `cost` must not fall with more tokens.
+
+    Args:
+        alpha: Probability that a draft is accepted given that those before it were, in [0, 1].
+        batch: Requests in the step.
+        context: KV tokens that a full row reads; positive, so that no step is free.
+        sparse_context: KV tokens that a draft row reads.
+        max_draft: Longest draft considered.
+        cost: Predicts the seconds of a step.
+    """
+    draft_seconds = cost.seconds(batch, batch * sparse_context)
+    full_context = batch * context
+    best, best_rate = 0, LEAST_GAIN / cost.seconds(batch, full_context)
+    tokens = gain = 1.0  # E(length), and alpha ** length: what the last draft added to it
+    for length in range(1, max_draft + 1):
+        gain *= alpha
+        # Marginal value: at the best rate, this draft step alone costs the time of more tokens than it adds. Later
+        # drafts add still less and verification never gets cheaper, so that no longer draft can win.
+        if gain <= best_rate * draft_seconds:
+            break
+        tokens += gain
+        rate = tokens / (length * draft_seconds + cost.seconds(batch * (length + 1), full_context))
+        if rate > best_rate:
+            best, best_rate = length, rate
+    return best
+
+
+def make_schedule(config: AspireConfig, cost_model: CostModel) -> Schedule:
+    """The schedule that `config.schedule` names, with fresh state for one call of `generate`."""
+    if config.schedule == "autoregressive":
+        return Autoregressive()
+    if config.schedule == "fixed":
+        return Fixed(config.draft_length)
+    if config.schedule == "staggered":
+        return Staggered(min(config.draft_length, config.max_draft))
+    if config.schedule == "fsm":
+        return Fsm(config.draft_length, config.max_draft)
+    acceptance = AcceptanceEstimator(config.acceptance_prior, config.acceptance_smoothing)
+    return Aspire(cost_model, acceptance, config.max_draft, config.initial_draft)
+
+
+def _verify(candidate: Candidate) -> RowKind:
+    return RowKind.VERIFY if candidate.drafted else RowKind.DECODE
+
+
+def _draft_up_to(target: int, candidate: Candidate) -> RowKind:
+    return RowKind.DRAFT if candidate.drafted < min(target, candidate.limit) else _verify(candidate)

@@ -1,0 +1,230 @@
+"""Context policies: which part of its cache a draft step reads.
+
+A list is *top + tail*. The tail is every token from some index on: the newest ones, and all that came after the length
+that was scored; it grows by itself while the request drafts. The top are the best-scored units below the tail. Where
+the budget reaches the length the list is everything, and no scores are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .config import AspireConfig
+from .kernels.reference import select
+from .request import Request, Row, RowKind
+
+_RENEWED_SHARE = 0.25
+"""Hybrid: share of the top that the refresh layer renews at every draft step. Not tuned."""
+
+
+@dataclass(frozen=True)
+class ContextPolicy:
+    """Where scores come from and how many lists they make.
+
+    Attributes:
+        layers: Layers of the model.
+        lists: 1 (shared by all layers) or one per layer.
+        full_layers: Layers whose scores count in rows with full attention (prompt ends, decode and verify rows).
+        draft_layers: Layers that run full attention, and score, in draft rows.
+        by_maximum: A token's score is the largest of its heads' softmax weights (the paper's rule), else their mean.
+    """
+
+    layers: int
+    lists: int
+    full_layers: tuple[int, ...]
+    draft_layers: tuple[int, ...]
+    by_maximum: bool
+
+    @classmethod
+    def of(cls, config: AspireConfig, layers: int) -> ContextPolicy:
+        """The policy that a configuration names, for a model of `layers` layers.
+
+        Raises:
+            ValueError: `refresh_layer` is not a layer of the model.
+        """
+        refresh = config.refresh_layer % layers if -layers <= config.refresh_layer < layers else None
+        name = resolved_context(config)
+        if name == "window":
+            return cls(layers, 1, (), (), False)
+        if name == "verify":
+            return cls(layers, layers, tuple(range(layers)), (), False)
+        if refresh is None:
+            # The default, N-2, does not exist in a model of one layer; its only layer is the late one then.
+            if config.refresh_layer != -2:
+                raise ValueError(
+                    f"AspireConfig.refresh_layer: got {config.refresh_layer}, expected a layer of this model, "
+                    f"{-layers} to {layers - 1}"
+                )
+            refresh = layers - 1
+        if name == "hybrid":
+            return cls(layers, layers, tuple(range(layers)), (refresh,), False)
+        return cls(layers, 1, (refresh,), (refresh,), True)
+
+    def reduce(self, weights: Tensor) -> Tensor:
+        """Softmax weights `[queries, heads, L]` of the counted queries -> token scores `[L]`."""
+        by_head = weights.amax(1) if self.by_maximum else weights.mean(1)
+        return by_head.mean(0)
+
+
+def resolved_context(config: AspireConfig) -> str:
+    """The policy behind `context="auto"`: the best of `benchmarks/results/acceptance.csv`."""
+    return "verify" if config.context == "auto" else config.context
+
+
+def resolved_granularity(config: AspireConfig) -> int:
+    """The unit behind `granularity="auto"`: single tokens, the best of `benchmarks/results/acceptance.csv`."""
+    return 1 if config.granularity == "auto" else int(config.granularity)
+
+
+@dataclass(slots=True)
+class _Shape:
+    """The host's half of a list: how much of it is top, and where its tail begins."""
+
+    tail: int
+    count: int
+    made_at: int = -1
+    base: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class SparseView:
+    """The lists of a step's draft rows: `slots` are pool places `[lists, R, S]`, `lengths` `[R]` how many count."""
+
+    slots: Tensor
+    lengths: Tensor
+
+
+class SparseContexts:
+    """The sparse contexts of all request slots: `[lists, request slot, capacity]` context indices, and their shapes.
+
+    Args:
+        config: Budget, recent tokens, granularity.
+        policy: Number of lists.
+        requests: Request slots.
+        longest: Most context tokens that a request may reach.
+        device: Where the lists live.
+    """
+
+    def __init__(
+        self, config: AspireConfig, policy: ContextPolicy, requests: int, longest: int, device: torch.device
+    ) -> None:
+        self.config = config
+        self.policy = policy
+        self.unit = resolved_granularity(config)
+        self.recent = config.recent_pages * config.page_size
+        self.top = torch.zeros(policy.lists, requests, config.budget(longest), dtype=torch.int64, device=device)
+        self._shapes: dict[int, _Shape] = {}
+
+    def wants_scores(self, length: int) -> bool:
+        """Whether a list at `length` context tokens needs attention scores."""
+        return bool(self.policy.full_layers) and not self._fits(length)
+
+    def ready(self, request: Request) -> bool:
+        """Whether the request may draft now: its list, if it needs one, was made at its last committed token."""
+        if not self.wants_scores(request.length + 1):
+            return True
+        shape = self._shapes.get(request.row)
+        return shape is not None and shape.made_at == request.generated
+
+    def tokens_read(self, request: Request) -> float:
+        """KV tokens that the request's next draft row reads, averaged over the model's layers."""
+        context = request.length + len(request.drafts) + 1
+        listed = self._listed(request, context)
+        share = len(self.policy.draft_layers) / self.policy.layers
+        return share * context + (1 - share) * listed
+
+    def renew(self, row: Row, scores: Tensor) -> None:
+        """Makes a request's list from the scores of a row, after what the row decided was committed.
+
+        Args:
+            row: The row.
+            scores: Token scores `[lists or 1, L]`; those past the row's first query are not used, since only that
+                query is certain to stay.
+        """
+        request = row.request
+        scored = row.certain
+        if row.kind is RowKind.DRAFT and self.policy.lists > 1:
+            self._renew_share(request, scores)
+            return
+        tail, count = self._split(scored)
+        units = scores[:, :tail].view(scores.shape[0], -1, self.unit).sum(-1)
+        self._write(request.row, select(units, count))
+        base = None
+        if self.policy.draft_layers and self.policy.lists > 1:
+            base = select(units, count - int(count * _RENEWED_SHARE))
+        self._shapes[request.row] = _Shape(tail, count * self.unit, request.generated, base)
+
+    def fork(self, source: Request, target: Request) -> None:
+        """Gives a forked request its source's list."""
+        if (shape := self._shapes.get(source.row)) is not None:
+            self.top[:, target.row] = self.top[:, source.row]
+            self._shapes[target.row] = _Shape(shape.tail, shape.count, target.generated, shape.base)
+
+    def view(self, rows: Sequence[Row], page_table: Tensor) -> SparseView:
+        """The lists of draft rows as places in the pools; short ones repeat their last entry."""
+        lists = [self._list(row.request, row.context) for row in rows]
+        lengths = torch.tensor([entries.shape[1] for entries in lists], device=self.top.device)
+        longest = int(max(entries.shape[1] for entries in lists))
+        padded = torch.stack(
+            [torch.cat([e, e[:, -1:].expand(-1, longest - e.shape[1])], 1) for e in lists], 1
+        )  # [lists, R, S]
+        slots = torch.tensor([row.request.row for row in rows], device=self.top.device)
+        size = self.config.page_size
+        pages = page_table[slots[None, :, None], padded // size]
+        return SparseView(pages * size + padded % size, lengths)
+
+    def _fits(self, length: int) -> bool:
+        return self.config.budget(length) >= length
+
+    def _split(self, scored: int) -> tuple[int, int]:
+        """Where the tail begins and how many units the top holds, for a scored length."""
+        budget = self.config.budget(scored)
+        tail = max(0, scored - self.recent) // self.unit * self.unit
+        return tail, min(max(0, budget - (scored - tail)) // self.unit, tail // self.unit)
+
+    def _static(self, request: Request) -> _Shape | None:
+        """Lists that follow from the length alone: everything, or the window; None where scores make the list."""
+        length = request.length + 1
+        if self._fits(length):
+            return _Shape(0, 0)
+        if self.policy.full_layers:
+            return None
+        first = self.config.page_size
+        tail = length - (self.config.budget(length) - first)
+        return _Shape(tail, first) if tail > first else _Shape(0, 0)
+
+    def _listed(self, request: Request, context: int) -> int:
+        shape = self._static(request) or self._shapes.get(request.row)
+        if shape is None:  # no list yet: what it will hold
+            return min(context, self.config.budget(context))
+        return shape.count + context - shape.tail
+
+    def _list(self, request: Request, context: int) -> Tensor:
+        """Context indices `[lists, S]`, ascending."""
+        static = self._static(request)
+        shape = static or self._shapes[request.row]
+        tail = torch.arange(shape.tail, context, device=self.top.device).expand(self.policy.lists, -1)
+        if static is not None:
+            top = torch.arange(shape.count, device=self.top.device).expand(self.policy.lists, -1)
+        else:
+            top = self.top[:, request.row, : shape.count]
+        return torch.cat([top, tail], 1)
+
+    def _write(self, slot: int, units: Tensor) -> None:
+        offsets = torch.arange(self.unit, device=units.device)
+        tokens = (units[..., None] * self.unit + offsets).flatten(1)
+        self.top[:, slot, : tokens.shape[1]] = tokens
+
+    def _renew_share(self, request: Request, scores: Tensor) -> None:
+        """Hybrid, in a draft step: the refresh layer's best units that a layer does not hold yet fill its share."""
+        shape = self._shapes.get(request.row)
+        if shape is None or shape.base is None:
+            return
+        units = scores[:, : shape.tail].view(1, -1, self.unit).sum(-1).expand(self.policy.lists, -1)
+        rest = units.scatter(1, shape.base, -1.0)  # weights are >= 0: what is held sorts behind everything
+        extra = select(rest, shape.count // self.unit - shape.base.shape[1])
+        self._write(request.row, torch.cat([shape.base, extra], 1).sort(-1).values)

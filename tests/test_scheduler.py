@@ -1,0 +1,377 @@
+"""Schedules: the rule against brute force, each one's pattern, and the loop closed with simulated acceptance."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_aspire.config import SCHEDULES, AspireConfig
+from hf_aspire.cost_model import CostModel, StepCost
+from hf_aspire.request import RowKind
+from hf_aspire.scheduler import LEAST_GAIN, Candidate, Schedule, best_draft_length, make_schedule
+
+DRAFT, VERIFY, DECODE = RowKind.DRAFT, RowKind.VERIFY, RowKind.DECODE
+# 8B parameters in bf16 at 4 TB/s, and 128 KiB of KV per token
+GPU = (4e-3, 5e-6, 3e-8)
+
+
+def candidate(
+    request: int = 0, drafted: int = 0, limit: int = 15, rounds: int = 1, context: int = 30_000
+) -> Candidate:
+    return Candidate(request, drafted, limit, rounds, context, 0.07 * context)
+
+
+def make(schedule: str, cost: tuple[float, float, float] = GPU, **options: object) -> Schedule:
+    config = AspireConfig.of({"schedule": schedule, "cost": cost, **options})
+    return make_schedule(config, CostModel(StepCost(*cost), fixed=True))
+
+
+# ---- the rule
+
+
+def rate(length: int, alpha: float, batch: int, context: float, sparse: float, cost: CostModel) -> float:
+    """Expected tokens per second and request, written out as in the design."""
+    tokens = sum(alpha**depth for depth in range(length + 1))
+    return tokens / (
+        length * cost.seconds(batch, batch * sparse) + cost.seconds(batch * (length + 1), batch * context)
+    )
+
+
+def brute_force(alpha: float, batch: int, context: float, sparse: float, cap: int, cost: CostModel) -> int:
+    rates = [rate(length, alpha, batch, context, sparse, cost) for length in range(cap + 1)]
+    best = max(range(1, cap + 1), key=rates.__getitem__)
+    return best if rates[best] > LEAST_GAIN * rates[0] else 0
+
+
+class Bent(CostModel):
+    """A fixed cost with a staircase in T: monotone, and neither convex nor concave."""
+
+    def __init__(self, prior: StepCost, stair: float) -> None:
+        super().__init__(prior, fixed=True)
+        self.stair = stair
+
+    def seconds(self, tokens: float, kv_tokens: float) -> float:
+        return super().seconds(tokens, kv_tokens) + self.stair * (tokens // 24)
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    alpha=st.floats(0.01, 0.995),
+    batch=st.integers(1, 64),
+    context=st.integers(1, 200_000),
+    sparsity=st.floats(0.0, 1.0),
+    cap=st.integers(1, 24),
+    base=st.floats(1e-4, 1e-1),
+    token=st.floats(0, 1e-3),
+    read=st.floats(0, 1e-6),
+    stair=st.sampled_from([0.0, 1e-4, 1e-3, 1e-2]),
+)
+def test_the_draft_length_is_the_argmax(
+    alpha: float, batch: int, context: int, sparsity: float, cap: int,
+    base: float, token: float, read: float, stair: float,
+) -> None:  # fmt: skip
+    cost = Bent(StepCost(base, token, read), stair)
+    got = best_draft_length(alpha, batch, context, sparsity * context, cap, cost)
+    expected = brute_force(alpha, batch, context, sparsity * context, cap, cost)
+    if got != expected:  # only where both are the best to the last bits
+        rates = [rate(length, alpha, batch, context, sparsity * context, cost) for length in range(cap + 1)]
+        at_the_margin = max(rates[1:]) == pytest.approx(LEAST_GAIN * rates[0], rel=1e-12)
+        assert at_the_margin or (got and expected and rates[got] == pytest.approx(rates[expected], rel=1e-12))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.floats(0.3, 0.99), st.integers(1, 64))
+def test_the_draft_length_is_the_argmax_under_fitted_costs(seed: int, alpha: float, batch: int) -> None:
+    rng = random.Random(seed)
+    cost = CostModel(StepCost(*GPU))
+    for _ in range(40):
+        tokens, read = rng.randint(1, 600), rng.uniform(1e3, 1e6)
+        cost.observe(tokens, read, 3e-3 + 2e-5 * max(0, tokens - 200) + 1e-8 * read)
+    got = best_draft_length(alpha, batch, 30_000, 2_100, 15, cost)
+    assert got == brute_force(alpha, batch, 30_000, 2_100, 15, cost)
+
+
+def test_of_equal_lengths_the_smallest_wins() -> None:
+    # alpha 1/2, T_draft 1/2, T_verify 1 at any length: rates 1, 1 and then falling, so both 0 and 1 would do
+    cost = CostModel(StepCost(0.0, 0.0, 1.0), fixed=True)
+    assert best_draft_length(0.5, 1, 1.0, 0.5, 8, cost) == 0
+    # alpha 1/2, T_draft 1/6: rates of 1 and 2 are 1.5 / (7/6) = 1.75 / (8/6) x 0.98; of 2 and 3 1.3125 and 1.25
+    assert best_draft_length(0.5, 6, 1.0, 1 / 6, 8, cost) == 2
+
+
+def test_a_gain_below_the_margin_is_not_taken() -> None:
+    def choice(alpha: float) -> int:
+        return best_draft_length(alpha, 1, 1.0, 0.5, 1, CostModel(StepCost(0.0, 0.0, 1.0), fixed=True))
+
+    # one draft yields (1 + alpha) / 1.5 times the rate of plain decoding
+    assert choice(1.5 * 1.029 - 1) == 0
+    assert choice(1.5 * 1.031 - 1) == 1
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.9, 0.99])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_plain_decoding_where_kv_is_small_against_the_weights(alpha: float, batch: int) -> None:
+    cost = CostModel(StepCost(*GPU), fixed=True)
+    assert best_draft_length(alpha, batch, 200, 200, 15, cost) == 0
+    assert best_draft_length(alpha, 1, 2_000, 512, 15, cost) == 0
+
+
+def test_drafts_are_longer_for_higher_acceptance_and_longer_contexts() -> None:
+    cost = CostModel(StepCost(*GPU), fixed=True)
+    by_alpha = [best_draft_length(percent / 100, 16, 60_000, 4_200, 15, cost) for percent in range(1, 100)]
+    by_context = [best_draft_length(0.85, 16, 2_000 * size, 140 * size, 15, cost) for size in range(1, 100)]
+    for lengths in (by_alpha, by_context):
+        assert lengths == sorted(lengths)
+        assert lengths[0] == 0
+        assert lengths[-1] >= 5
+
+
+def test_a_request_asks_the_cost_model_at_most_once_per_length() -> None:
+    calls = 0
+
+    class Counting(CostModel):
+        def seconds(self, tokens: float, kv_tokens: float) -> float:
+            nonlocal calls
+            calls += 1
+            return super().seconds(tokens, kv_tokens)
+
+    schedule = make_schedule(AspireConfig(acceptance_prior=0.99), Counting(StepCost(*GPU), fixed=True))
+    schedule.decide([candidate(request) for request in range(64)])
+    assert 0 < calls <= 64 * (1 + 1 + 15)
+
+
+# ---- what every schedule keeps to
+
+
+CANDIDATES = st.lists(
+    st.tuples(st.integers(0, 15), st.integers(0, 15), st.integers(0, 3), st.integers(1, 100_000)), max_size=8
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(SCHEDULES), st.lists(CANDIDATES, min_size=1, max_size=6), st.randoms())
+def test_every_decision_is_allowed(
+    name: str, steps: list[list[tuple[int, int, int, int]]], rng: random.Random
+) -> None:
+    schedule = make(name)
+    for step in steps:
+        candidates = [
+            candidate(request, min(drafted, limit), limit, rounds, context)
+            for request, (drafted, limit, rounds, context) in enumerate(step)
+        ]
+        kinds = schedule.decide(candidates)
+        assert len(kinds) == len(candidates)
+        assert not candidates or any(kind is not None for kind in kinds)
+        for each, kind in zip(candidates, kinds, strict=True):
+            assert kind is not DRAFT or each.drafted < each.limit
+            assert kind is not VERIFY or each.drafted > 0
+            assert kind is not DECODE or each.drafted == 0
+            assert kind is not None or name == "fixed"
+            if kind in (VERIFY, DECODE):
+                schedule.observe(each.request, each.drafted, rng.randint(0, each.drafted))
+
+
+# ---- the loop, closed by simulated acceptance
+
+
+@dataclass
+class Run:
+    """What a simulated batch did: rows per step, and its speed."""
+
+    kinds: list[list[RowKind | None]] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def draft_share(self, first: int, last: int) -> float:
+        rows = [kind for step in self.kinds[first:last] for kind in step if kind is not None]
+        return rows.count(DRAFT) / len(rows)
+
+
+def simulate(
+    schedule: Schedule,
+    alphas: Callable[[int], Sequence[float]],
+    steps: int,
+    cost: CostModel,
+    context: int = 30_000,
+    limit: int = 15,
+) -> Run:
+    """Runs a batch whose request i at step t has its drafts accepted with probability `alphas(t)[i]`."""
+    rng = random.Random(0)
+    batch = len(alphas(0))
+    drafted, rounds = [0] * batch, [0] * batch
+    run = Run()
+    for step in range(steps):
+        kinds = schedule.decide([candidate(i, drafted[i], limit, rounds[i], context) for i in range(batch)])
+        tokens, read = 0, 0.0
+        for i, kind in enumerate(kinds):
+            if kind is DRAFT:
+                drafted[i] += 1
+                tokens, read = tokens + 1, read + 0.07 * context
+            elif kind is not None:
+                accepted = 0
+                while accepted < drafted[i] and rng.random() < alphas(step)[i]:
+                    accepted += 1
+                schedule.observe(i, drafted[i], accepted)
+                tokens, read = tokens + drafted[i] + 1, read + context
+                run.tokens += accepted + 1
+                rounds[i] += drafted[i] > 0
+                drafted[i] = 0
+        run.kinds.append(kinds)
+        run.seconds += cost.seconds(tokens, read)
+    return run
+
+
+# Per-token costs that put the break-even acceptance of a batch of 8 at 0.56, 0.65, 0.74 and 0.88
+BREAK_EVEN = {1e-4: 0.56, 2e-4: 0.65, 3e-4: 0.74, 5e-4: 0.88}
+
+
+@pytest.mark.parametrize("per_token", BREAK_EVEN)
+def test_drafting_that_does_not_pay_stays_rare_and_comes_back_when_it_pays(per_token: float) -> None:
+    costs = (GPU[0], per_token, GPU[2])
+    cost = CostModel(StepCost(*costs), fixed=True)
+    lengths = {alpha: best_draft_length(alpha, 8, 30_000, 2_100, 15, cost) for alpha in (0.5, 0.9, 0.95)}
+    assert lengths[0.5] == 0 < lengths[0.9] <= lengths[0.95]
+    assert best_draft_length(BREAK_EVEN[per_token], 8, 30_000, 2_100, 15, cost) > 0
+    assert best_draft_length(BREAK_EVEN[per_token] - 0.01, 8, 30_000, 2_100, 15, cost) == 0
+
+    run = simulate(make("aspire", costs), lambda step: [0.5 if step < 2000 else 0.95] * 8, 3000, cost)
+    assert run.draft_share(0, 3) == 1  # the initial draft
+    assert run.draft_share(50, 2000) <= 0.05
+    assert run.draft_share(2600, 3000) > 0.4
+
+
+@pytest.mark.parametrize("per_token", BREAK_EVEN)
+def test_never_slower_than_plain_decoding(per_token: float) -> None:
+    costs = (GPU[0], per_token, GPU[2])
+    cost = CostModel(StepCost(*costs), fixed=True)
+    for alphas in ([0.05] * 8, [0.5] * 8, [0.95, *[0.5] * 7], [0.6, 0.7, 0.8, 0.9] * 2):
+        run = simulate(make("aspire", costs), lambda step, alphas=alphas: alphas, 1500, cost)
+        assert run.tokens / run.seconds > 0.99 * 8 / cost.seconds(8, 8 * 30_000)
+
+
+def at_known_acceptance(alpha: float, batch: int, context: int, cost: CostModel) -> float:
+    length = best_draft_length(alpha, batch, context, 0.07 * context, 15, cost)
+    return batch * rate(length, alpha, batch, context, 0.07 * context, cost)
+
+
+@pytest.mark.parametrize("context", [30_000, 100_000])
+@pytest.mark.parametrize("alpha", [0.7, 0.85, 0.95])
+def test_learning_acceptance_costs_little(alpha: float, context: int) -> None:
+    cost = CostModel(StepCost(*GPU), fixed=True)
+    run = simulate(make("aspire"), lambda step: [alpha] * 8, 1500, cost, context)
+    assert run.tokens / run.seconds > 0.94 * at_known_acceptance(alpha, 8, context, cost)
+
+
+@pytest.mark.parametrize(
+    "rival", [{"schedule": "fsm"}, *({"schedule": "staggered", "draft_length": length} for length in (1, 3, 5, 8))]
+)
+def test_adapting_beats_any_fixed_habit_over_different_texts(rival: dict[str, object]) -> None:
+    cost = CostModel(StepCost(*GPU), fixed=True)
+    gains = []
+    for alpha in (0.4, 0.7, 0.85, 0.95):
+        runs = [
+            simulate(make(**each), lambda step, alpha=alpha: [alpha] * 8, 1000, cost)
+            for each in ({"schedule": "aspire"}, rival)
+        ]
+        gains.append(runs[0].tokens / runs[0].seconds * runs[1].seconds / runs[1].tokens)
+    assert min(gains) > 0.94
+    assert sum(gains) / len(gains) > 1.05
+
+
+# ---- Aspire's decisions one by one
+
+
+def test_verifies_at_the_best_length_or_the_limit() -> None:
+    schedule = make("aspire")
+    best = best_draft_length(0.9, 4, 30_000, 0.07 * 30_000, 15, CostModel(StepCost(*GPU), fixed=True))
+    assert best >= 3
+    kinds = schedule.decide([candidate(0, 0), candidate(1, best - 1), candidate(2, best), candidate(3, 2, limit=2)])
+    assert kinds == [DRAFT, DRAFT, VERIFY, VERIFY]
+    assert schedule.decide([candidate(0, limit=0)] * 4) == [DECODE] * 4
+
+
+def test_the_first_round_drafts_at_least_the_initial_draft() -> None:
+    schedule = make("aspire", initial_draft=9)
+    best = best_draft_length(0.9, 4, 30_000, 0.07 * 30_000, 15, CostModel(StepCost(*GPU), fixed=True))
+    assert best < 8
+    kinds = schedule.decide(
+        [candidate(0, 8, rounds=0), candidate(1, 9, rounds=0), candidate(2, 8, rounds=1), candidate(3, 5, 5, rounds=0)]
+    )
+    assert kinds == [DRAFT, VERIFY, VERIFY, VERIFY]
+
+
+def test_where_drafting_does_not_pay_a_draft_is_verified_at_once() -> None:
+    schedule = make("aspire", initial_draft=9)
+    fresh, midway = candidate(0, 0, rounds=0, context=200), candidate(1, 2, rounds=0, context=200)
+    assert schedule.decide([fresh, midway]) == [DECODE, VERIFY]
+
+
+def test_each_request_follows_its_own_acceptance() -> None:
+    schedule = make("aspire")
+    for _ in range(20):
+        schedule.observe(0, 5, 0)
+        schedule.observe(1, 5, 5)
+    assert schedule.decide([candidate(0, 2), candidate(1, 2)]) == [VERIFY, DRAFT]
+
+
+# ---- the others
+
+
+def pattern(schedule: Schedule, batch: int, steps: int, accept: float = 1.0, limit: int = 15) -> list[str]:
+    """One string per request: d draft, V verify, D decode, - wait."""
+    run = simulate(schedule, lambda step: [accept] * batch, steps, CostModel(StepCost(*GPU), fixed=True), limit=limit)
+    letters = {DRAFT: "d", VERIFY: "V", DECODE: "D", None: "-"}
+    return ["".join(letters[kinds[i]] for kinds in run.kinds) for i in range(batch)]
+
+
+def test_autoregressive_only_decodes() -> None:
+    assert pattern(make("autoregressive"), 2, 5) == ["DDDDD"] * 2
+
+
+def test_fixed_is_lockstep() -> None:
+    assert pattern(make("fixed", draft_length=3), 2, 8, accept=0.5) == ["dddVdddV"] * 2
+
+
+def test_fixed_lets_the_early_ones_wait() -> None:
+    schedule = make("fixed", draft_length=3)
+    assert schedule.decide([candidate(0, 1, limit=1), candidate(1, 2), candidate(2, 3)]) == [None, DRAFT, None]
+    assert schedule.decide([candidate(0, 1, limit=1), candidate(1, 3), candidate(2, 0, 0)]) == [VERIFY, VERIFY, DECODE]
+
+
+def test_staggered_spreads_the_phases() -> None:
+    rows = pattern(make("staggered", draft_length=3), 8, 16, accept=0.3)
+    assert rows[:4] == ["DdddVdddVdddVddd", "dVdddVdddVdddVdd", "ddVdddVdddVdddVd", "dddVdddVdddVdddV"]
+    assert rows[4:] == rows[:4]
+    for step in range(16):
+        assert sum(row[step] in "VD" for row in rows) == 2
+
+
+def test_staggered_respects_limits_and_late_requests() -> None:
+    assert pattern(make("staggered", draft_length=9, max_draft=2), 3, 6, limit=2) == ["DddVdd", "dVddVd", "ddVddV"]
+    schedule = make("staggered", draft_length=2)
+    assert schedule.decide([candidate(7)]) == [DECODE]
+    assert schedule.decide([candidate(7), candidate(3)]) == [DRAFT, DRAFT]
+    assert schedule.decide([candidate(7, 1), candidate(3, 1)]) == [DRAFT, VERIFY]
+
+
+def test_fsm_moves_by_one() -> None:
+    schedule = make("fsm", draft_length=3, max_draft=5)
+
+    def length() -> int:
+        return next(d for d in range(16) if schedule.decide([candidate(0, d)]) != [DRAFT])
+
+    lengths = [length()]
+    for drafted, accepted in ((3, 3), (4, 4), (5, 5), (5, 4), (0, 0), (4, 0), (3, 1), (2, 0), (1, 0), (1, 1)):
+        schedule.observe(0, drafted, accepted)
+        lengths.append(length())
+    assert lengths == [3, 4, 5, 5, 4, 4, 3, 2, 1, 1, 2]
+    assert schedule.decide([candidate(1, 2), candidate(2, 3)]) == [DRAFT, VERIFY]
+
+
+def test_fsm_starts_within_the_cap() -> None:
+    assert make("fsm", draft_length=8, max_draft=2).decide([candidate(0, 2)]) == [VERIFY]
