@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_aspire.cost_model import WARMUP_STEPS, CostModel, StepCost, _nonnegative_solution
@@ -91,6 +91,24 @@ def test_a_new_level_is_followed_within_20_steps(level: float, seed: int) -> Non
     assert worst_error(model, device(level), probes) < 0.12
 
 
+def test_a_change_too_small_for_a_drift_is_followed_by_forgetting() -> None:
+    rng = random.Random(0)
+    model = CostModel(PRIOR)
+    probes = [mixed_step(rng) for _ in range(20)]
+    teach(model, device(), (mixed_step(rng) for _ in range(500)), rng)
+    teach(model, device(1.2), (mixed_step(rng) for _ in range(200)), rng)
+    assert worst_error(model, device(1.2), probes) < 0.06
+
+
+def test_after_a_drift_new_steps_outweigh_the_past() -> None:
+    rng = random.Random(0)
+    model = CostModel(PRIOR)
+    probes = [mixed_step(rng) for _ in range(20)]
+    teach(model, device(), (mixed_step(rng) for _ in range(300)), rng)
+    teach(model, device(kv=1e-7), (mixed_step(rng) for _ in range(30)), rng)
+    assert worst_error(model, device(kv=1e-7), probes) < 0.15
+
+
 @pytest.mark.parametrize("change", [{"base": 1e-2}, {"base": 2.5e-3}, {"kv": 4e-8}, {"kv": 1e-8}, {"token": 1e-4}])
 def test_a_change_of_one_cost_is_followed(change: dict[str, float]) -> None:
     rng = random.Random(0)
@@ -117,7 +135,7 @@ def test_outliers_do_not_wreck_the_fit(factor: float, count: int) -> None:
     probes = [mixed_step(rng) for _ in range(20)]
     moved = max(abs(model.seconds(*step) / calm.seconds(*step) - 1) for step in probes)
     assert moved < (0.01 if factor > 1 else 0.1)  # too fast to be true is rare, and weighs more
-    assert worst_error(model, truth, probes) < 0.1
+    assert worst_error(model, truth, probes) < 0.15
 
 
 def test_a_slow_first_step_is_forgiven() -> None:
@@ -155,7 +173,6 @@ def test_constant_steps_leave_the_shape_to_the_prior(level: float) -> None:
 STEP = st.tuples(st.integers(1, 2048), st.floats(1, 1e8), st.floats(1e-6, 1e3))
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.lists(STEP, min_size=1, max_size=6), st.integers(1, 12), st.booleans())
 def test_any_data_leave_predictions_finite_positive_and_monotone(
     steps: list[tuple[int, float, float]], repeats: int, collinear: bool
@@ -172,6 +189,14 @@ def test_any_data_leave_predictions_finite_positive_and_monotone(
     assert 0 <= best_draft_length(0.9, 8, 30_000, 2_100, 15, model) <= 15
 
 
+def test_no_step_is_ever_predicted_to_be_free() -> None:
+    model = CostModel(PRIOR)
+    for tokens in [*range(300, 600)] * 2:
+        model.observe(tokens, 1.0, 1e-4 * (tokens - 299))
+    assert model.seconds(1, 0) > 0
+    assert best_draft_length(0.9, 1, 1, 0, 15, model) <= 15
+
+
 def test_impossible_costs_and_steps_are_refused() -> None:
     for bad in ((-1.0, 0.0, 1.0), (0.0, 0.0, 0.0), (math.inf, 0.0, 0.0), (math.nan, 1.0, 1.0)):
         with pytest.raises(ValueError, match="StepCost"):
@@ -185,7 +210,6 @@ def test_impossible_costs_and_steps_are_refused() -> None:
     assert model.steps == 0
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5))
 def test_the_constrained_solution_satisfies_its_optimality_conditions(seed: int, size: int) -> None:
     rng = np.random.default_rng(seed)

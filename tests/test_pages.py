@@ -6,7 +6,6 @@ import copy
 from itertools import groupby
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -116,7 +115,6 @@ class Allocation(RuleBasedStateMachine):
 
 
 TestAllocation = Allocation.TestCase
-TestAllocation.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
 
 
 def test_best_fit_keeps_the_long_run_whole() -> None:

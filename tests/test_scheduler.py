@@ -3,43 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from simulation import DECODE, DRAFT, GPU, VERIFY, at_known_acceptance, candidate, make, rate, simulate
 
 from hf_aspire.config import SCHEDULES, AspireConfig
 from hf_aspire.cost_model import CostModel, StepCost
-from hf_aspire.request import RowKind
-from hf_aspire.scheduler import LEAST_GAIN, Candidate, Schedule, best_draft_length, make_schedule
-
-DRAFT, VERIFY, DECODE = RowKind.DRAFT, RowKind.VERIFY, RowKind.DECODE
-# 8B parameters in bf16 at 4 TB/s, and 128 KiB of KV per token
-GPU = (4e-3, 5e-6, 3e-8)
-
-
-def candidate(
-    request: int = 0, drafted: int = 0, limit: int = 15, rounds: int = 1, context: int = 30_000
-) -> Candidate:
-    return Candidate(request, drafted, limit, rounds, context, 0.07 * context)
-
-
-def make(schedule: str, cost: tuple[float, float, float] = GPU, **options: object) -> Schedule:
-    config = AspireConfig.of({"schedule": schedule, "cost": cost, **options})
-    return make_schedule(config, CostModel(StepCost(*cost), fixed=True))
-
+from hf_aspire.scheduler import LEAST_GAIN, Schedule, best_draft_length, make_schedule
 
 # ---- the rule
-
-
-def rate(length: int, alpha: float, batch: int, context: float, sparse: float, cost: CostModel) -> float:
-    """Expected tokens per second and request, written out as in the design."""
-    tokens = sum(alpha**depth for depth in range(length + 1))
-    return tokens / (
-        length * cost.seconds(batch, batch * sparse) + cost.seconds(batch * (length + 1), batch * context)
-    )
 
 
 def brute_force(alpha: float, batch: int, context: float, sparse: float, cap: int, cost: CostModel) -> int:
@@ -59,7 +33,6 @@ class Bent(CostModel):
         return super().seconds(tokens, kv_tokens) + self.stair * (tokens // 24)
 
 
-@settings(max_examples=600, deadline=None)
 @given(
     alpha=st.floats(0.01, 0.995),
     batch=st.integers(1, 64),
@@ -84,7 +57,6 @@ def test_the_draft_length_is_the_argmax(
         assert at_the_margin or (got and expected and rates[got] == pytest.approx(rates[expected], rel=1e-12))
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.floats(0.3, 0.99), st.integers(1, 64))
 def test_the_draft_length_is_the_argmax_under_fitted_costs(seed: int, alpha: float, batch: int) -> None:
     rng = random.Random(seed)
@@ -97,11 +69,10 @@ def test_the_draft_length_is_the_argmax_under_fitted_costs(seed: int, alpha: flo
 
 
 def test_of_equal_lengths_the_smallest_wins() -> None:
-    # alpha 1/2, T_draft 1/2, T_verify 1 at any length: rates 1, 1 and then falling, so both 0 and 1 would do
-    cost = CostModel(StepCost(0.0, 0.0, 1.0), fixed=True)
-    assert best_draft_length(0.5, 1, 1.0, 0.5, 8, cost) == 0
-    # alpha 1/2, T_draft 1/6: rates of 1 and 2 are 1.5 / (7/6) = 1.75 / (8/6) x 0.98; of 2 and 3 1.3125 and 1.25
-    assert best_draft_length(0.5, 6, 1.0, 1 / 6, 8, cost) == 2
+    # T_decode = 10, T_draft = 1, T_verify(2) = 11, T_verify(3) = 12: rates 1/10, 1.5/12, 1.75/14, 1.875/16, exactly
+    cost = CostModel(StepCost(0.0, 1.0, 1.0), fixed=True)
+    assert rate(1, 0.5, 1, 9, 0, cost) == rate(2, 0.5, 1, 9, 0, cost) == 0.125
+    assert best_draft_length(0.5, 1, 9, 0, 8, cost) == 1
 
 
 def test_a_gain_below_the_margin_is_not_taken() -> None:
@@ -153,7 +124,6 @@ CANDIDATES = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.sampled_from(SCHEDULES), st.lists(CANDIDATES, min_size=1, max_size=6), st.randoms())
 def test_every_decision_is_allowed(
     name: str, steps: list[list[tuple[int, int, int, int]]], rng: random.Random
@@ -179,53 +149,6 @@ def test_every_decision_is_allowed(
 # ---- the loop, closed by simulated acceptance
 
 
-@dataclass
-class Run:
-    """What a simulated batch did: rows per step, and its speed."""
-
-    kinds: list[list[RowKind | None]] = field(default_factory=list)
-    tokens: int = 0
-    seconds: float = 0.0
-
-    def draft_share(self, first: int, last: int) -> float:
-        rows = [kind for step in self.kinds[first:last] for kind in step if kind is not None]
-        return rows.count(DRAFT) / len(rows)
-
-
-def simulate(
-    schedule: Schedule,
-    alphas: Callable[[int], Sequence[float]],
-    steps: int,
-    cost: CostModel,
-    context: int = 30_000,
-    limit: int = 15,
-) -> Run:
-    """Runs a batch whose request i at step t has its drafts accepted with probability `alphas(t)[i]`."""
-    rng = random.Random(0)
-    batch = len(alphas(0))
-    drafted, rounds = [0] * batch, [0] * batch
-    run = Run()
-    for step in range(steps):
-        kinds = schedule.decide([candidate(i, drafted[i], limit, rounds[i], context) for i in range(batch)])
-        tokens, read = 0, 0.0
-        for i, kind in enumerate(kinds):
-            if kind is DRAFT:
-                drafted[i] += 1
-                tokens, read = tokens + 1, read + 0.07 * context
-            elif kind is not None:
-                accepted = 0
-                while accepted < drafted[i] and rng.random() < alphas(step)[i]:
-                    accepted += 1
-                schedule.observe(i, drafted[i], accepted)
-                tokens, read = tokens + drafted[i] + 1, read + context
-                run.tokens += accepted + 1
-                rounds[i] += drafted[i] > 0
-                drafted[i] = 0
-        run.kinds.append(kinds)
-        run.seconds += cost.seconds(tokens, read)
-    return run
-
-
 # Per-token costs that put the break-even acceptance of a batch of 8 at 0.56, 0.65, 0.74 and 0.88
 BREAK_EVEN = {1e-4: 0.56, 2e-4: 0.65, 3e-4: 0.74, 5e-4: 0.88}
 
@@ -242,7 +165,7 @@ def test_drafting_that_does_not_pay_stays_rare_and_comes_back_when_it_pays(per_t
     run = simulate(make("aspire", costs), lambda step: [0.5 if step < 2000 else 0.95] * 8, 3000, cost)
     assert run.draft_share(0, 3) == 1  # the initial draft
     assert run.draft_share(50, 2000) <= 0.05
-    assert run.draft_share(2600, 3000) > 0.4
+    assert run.draft_share(2600, 3000) > 0.2
 
 
 @pytest.mark.parametrize("per_token", BREAK_EVEN)
@@ -252,11 +175,6 @@ def test_never_slower_than_plain_decoding(per_token: float) -> None:
     for alphas in ([0.05] * 8, [0.5] * 8, [0.95, *[0.5] * 7], [0.6, 0.7, 0.8, 0.9] * 2):
         run = simulate(make("aspire", costs), lambda step, alphas=alphas: alphas, 1500, cost)
         assert run.tokens / run.seconds > 0.99 * 8 / cost.seconds(8, 8 * 30_000)
-
-
-def at_known_acceptance(alpha: float, batch: int, context: int, cost: CostModel) -> float:
-    length = best_draft_length(alpha, batch, context, 0.07 * context, 15, cost)
-    return batch * rate(length, alpha, batch, context, 0.07 * context, cost)
 
 
 @pytest.mark.parametrize("context", [30_000, 100_000])
@@ -281,6 +199,20 @@ def test_adapting_beats_any_fixed_habit_over_different_texts(rival: dict[str, ob
         gains.append(runs[0].tokens / runs[0].seconds * runs[1].seconds / runs[1].tokens)
     assert min(gains) > 0.94
     assert sum(gains) / len(gains) > 1.05
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.8, 0.95])
+@pytest.mark.parametrize(
+    "device",
+    [(2e-2, 2.5e-5, 1.5e-7), (3.2e-2, 5e-6, 3e-8), (4e-3, 5e-6, 9e-8), (4e-3, 4e-4, 3e-8)],
+    ids=["all five times slower", "base eight times", "KV three times", "tokens twenty times"],
+)
+def test_with_a_wrong_prior_never_slower_and_near_the_best(device: tuple[float, float, float], alpha: float) -> None:
+    cost, fit = CostModel(StepCost(*device), fixed=True), CostModel(StepCost(4e-3, 2e-5, 3e-8))
+    schedule = make_schedule(AspireConfig(), fit)
+    run = simulate(schedule, lambda step: [alpha] * 8, 1200, cost, fit=fit)
+    assert run.tokens / run.seconds > 0.98 * 8 / cost.seconds(8, 8 * 30_000)
+    assert run.tokens / run.seconds > 0.92 * at_known_acceptance(alpha, 8, 30_000, cost)
 
 
 # ---- Aspire's decisions one by one
@@ -352,7 +284,8 @@ def test_staggered_spreads_the_phases() -> None:
 
 
 def test_staggered_respects_limits_and_late_requests() -> None:
-    assert pattern(make("staggered", draft_length=9, max_draft=2), 3, 6, limit=2) == ["DddVdd", "dVddVd", "ddVddV"]
+    rows = pattern(make("staggered", draft_length=9, max_draft=2), 4, 6, limit=2)
+    assert rows == ["DddVdd", "dVddVd", "ddVddV", "DddVdd"]
     schedule = make("staggered", draft_length=2)
     assert schedule.decide([candidate(7)]) == [DECODE]
     assert schedule.decide([candidate(7), candidate(3)]) == [DRAFT, DRAFT]

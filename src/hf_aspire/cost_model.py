@@ -14,7 +14,7 @@ Array = npt.NDArray[np.float64]
 _Coefficients = tuple[float, float, float, tuple[tuple[int, float], ...]]
 
 # Query tokens at which the cost of one more may rise. Matrix products take the time of reading the weights until
-# about 256 tokens on an H100 or H200 and are linear after (design section 5); smaller devices and CPUs bend earlier.
+# about 256 tokens on an H100 or H200 and are linear after; smaller devices and CPUs bend earlier.
 HINGES = (64, 256)
 # The prior alone decides until so many steps were seen: the first ones compile, capture graphs and fill caches.
 WARMUP_STEPS = 10
@@ -24,12 +24,15 @@ MEMORY = 0.99
 # Strength of the pull to the prior, in observations. A roofline knows each coefficient to about 50 % of itself once
 # the common factor is right, and one step is noisy by about 10 % of itself: (0.1 / 0.5)^2.
 RIDGE = 0.04
+# How far the slopes may be off the prior, at least: on some devices products take longer than reading the weights from
+# about 16 query tokens on, and one more token costs a sixteenth of the base there.
+BOUND_BY_PRODUCTS = 16
 # No coefficient falls below this share of the rescaled prior, so that no step is ever predicted to be free, not even a
 # kind that was never seen.
 LEAST_SHARE = 0.01
-# A step counts as at most so many times faster than predicted. Slow outliers (a pause, a recompilation) weigh little by
-# themselves because errors are relative, but a step whose end was noticed late makes the next one look short, and short
-# steps weigh much. A kind of step that really is faster than predicted is learned in a few observations instead of one.
+# A step counts as at most so many times faster than predicted. Slow outliers (a pause, a recompilation) weigh little
+# by themselves, because errors are relative; but a step whose end was noticed late makes the next one look short, and
+# short steps weigh much. A kind of step that really is faster is learned in a few observations instead of one.
 MOST_FASTER = 1.5
 # Drift: the median error of the last 5 steps is beyond a factor 1.3. Two outliers of any size cannot move a median of
 # 5 that far, 10 % noise does about once in a million steps, and a real change shows after 3 steps.
@@ -70,12 +73,12 @@ class CostModel:
 
         sum MEMORY^age (tau / seconds - 1)^2 + RIDGE sum ((w_j - s p_j) / (s scale_j))^2
 
-    subject to w >= LEAST_SHARE s p (design section 5; own reasoning where it leaves the choice).
-    Errors are relative, so that short draft steps weigh as much as long verifications, and a step that took twenty
-    times too long weighs a four-hundredth. p is the prior and s the one factor that fits s p to the same steps best:
-    a roofline is often off by a constant, but T and KV hardly vary in steady state, where only the prior can tell
-    the coefficients apart. scale is how far a coefficient may be off: as far as it is large (a per_kv_token of zero
-    stays zero), for the slopes at least base / HINGES[0]. As w >= 0, the prediction never falls with T or KV.
+    subject to w >= LEAST_SHARE s p (own reasoning). Errors are relative, so that short draft steps weigh as much as
+    long verifications, and a step that took twenty times too long weighs a four-hundredth. p is the prior and s the
+    one factor that fits s p to the same steps best: a roofline is often off by a constant, but T and KV hardly vary
+    in steady state, where only the prior can tell the coefficients apart. scale is how far a coefficient may be off:
+    as far as it is large (a per_kv_token of zero stays zero), for the slopes at least base / BOUND_BY_PRODUCTS.
+    As w >= 0, the prediction never falls with T or KV.
 
     When the level changes (another process on the device, a lower clock), a drift test rescales what was learned by
     the change it sees and lets new steps outweigh it soon.
@@ -94,7 +97,7 @@ class CostModel:
         self.steps = 0
         """Steps observed; 0 for good when `fixed`."""
         self._fixed = fixed
-        slope = max(prior.per_token, prior.base / HINGES[0])
+        slope = max(prior.per_token, prior.base / BOUND_BY_PRODUCTS)
         self._scale: Array = np.array([prior.base, slope, *(slope for _ in HINGES), prior.per_kv_token])
         known = np.array([prior.base, prior.per_token, *(0.0 for _ in HINGES), prior.per_kv_token])
         self._prior: Array = np.divide(known, self._scale, out=np.zeros_like(known), where=self._scale > 0)

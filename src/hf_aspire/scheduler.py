@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hf_aspire.acceptance import AcceptanceEstimator
-from hf_aspire.config import AspireConfig
-from hf_aspire.cost_model import CostModel
-from hf_aspire.request import RowKind
+from .acceptance import AcceptanceEstimator
+from .config import AspireConfig
+from .cost_model import CostModel
+from .request import RowKind
 
 # Drafting has to promise this many times the rate of plain decoding. Predicted step times are good to a few per cent
 # (the fit's target is 5 % per step, less after averaging); a smaller promised gain is within that error, and plain
@@ -57,10 +57,11 @@ class Autoregressive:
     """Plain decoding: never drafts."""
 
     def decide(self, candidates: Sequence[Candidate]) -> list[RowKind | None]:
+        """Everybody decodes."""
         return [_verify(candidate) for candidate in candidates]
 
     def observe(self, request: int, drafted: int, accepted: int) -> None:
-        pass
+        """Learns nothing."""
 
 
 class Fixed:
@@ -74,13 +75,14 @@ class Fixed:
         self._draft_length = draft_length
 
     def decide(self, candidates: Sequence[Candidate]) -> list[RowKind | None]:
+        """All that can still draft do while the others wait; once nobody can, all verify."""
         drafting = [candidate.drafted < min(self._draft_length, candidate.limit) for candidate in candidates]
         if any(drafting):
             return [RowKind.DRAFT if drafts else None for drafts in drafting]
         return [_verify(candidate) for candidate in candidates]
 
     def observe(self, request: int, drafted: int, accepted: int) -> None:
-        pass
+        """Learns nothing."""
 
 
 class Staggered:
@@ -98,6 +100,7 @@ class Staggered:
         self._target: dict[int, int] = {}
 
     def decide(self, candidates: Sequence[Candidate]) -> list[RowKind | None]:
+        """Each request drafts up to its target and then verifies; nobody waits."""
         return [self._decide(candidate) for candidate in candidates]
 
     def _decide(self, candidate: Candidate) -> RowKind:
@@ -108,7 +111,7 @@ class Staggered:
         return kind
 
     def observe(self, request: int, drafted: int, accepted: int) -> None:
-        pass
+        """Learns nothing."""
 
 
 class Fsm:
@@ -127,9 +130,11 @@ class Fsm:
         self._target: dict[int, int] = {}
 
     def decide(self, candidates: Sequence[Candidate]) -> list[RowKind | None]:
+        """Each request drafts up to its target and then verifies; nobody waits."""
         return [_draft_up_to(self._target.get(candidate.request, self._start), candidate) for candidate in candidates]
 
     def observe(self, request: int, drafted: int, accepted: int) -> None:
+        """Moves the target of a request that verified drafts by one."""
         if drafted == 0:
             return
         target = self._target.get(request, self._start)
@@ -137,7 +142,7 @@ class Fsm:
 
 
 class Aspire:
-    """Draft length per request and step, from its estimated acceptance and what the batch costs (ASPIRE section 4).
+    """Draft length per request and step, from its estimated acceptance and what the batch costs (after ASPIRE).
 
     A request verifies once it holds `best_draft_length` drafts or has reached its limit. Costs and contexts change
     while it drafts, so the length is asked anew at every step; drafts that are not worth continuing are verified at
@@ -158,6 +163,7 @@ class Aspire:
         self._initial_draft = initial_draft
 
     def decide(self, candidates: Sequence[Candidate]) -> list[RowKind | None]:
+        """Each request drafts while another draft pays and then verifies; nobody waits."""
         return [_draft_up_to(self._target(candidate, len(candidates)), candidate) for candidate in candidates]
 
     def _target(self, candidate: Candidate, batch: int) -> int:
@@ -170,6 +176,7 @@ class Aspire:
         return length
 
     def observe(self, request: int, drafted: int, accepted: int) -> None:
+        """Updates the acceptance: from the verified drafts, or by one plain step."""
         if drafted > 0:
             self._acceptance.observe(request, drafted, accepted)
         else:
