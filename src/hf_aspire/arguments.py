@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from .compat import CACHE_NAME, GenerationConfig, GenerationMode, PreTrainedModel
-from .processing import unsupported_processors
 
 # Fields of GenerationConfig that work as in plain `generate`: through the prepared inputs, the stock logits processors
 # made from them, the length limit and the end tokens.
@@ -46,6 +45,11 @@ _HONOURED = frozenset(
         "bos_token_id",
         "eos_token_id",
         "return_dict_in_generate",
+        "output_scores",
+        "output_logits",
+        "stop_strings",
+        "max_time",
+        "watermarking_config",
         "assistant",
         "aspire_config",
     }
@@ -74,7 +78,18 @@ _WITHOUT_EFFECT = frozenset(
         "max_cache_len",
     }
 )
-_MODEL_KEYWORDS = frozenset({"input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep"})
+_MODEL_KEYWORDS = frozenset(
+    {
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+        "use_cache",
+        "logits_to_keep",
+        "inputs_embeds",
+        CACHE_NAME,
+        "past_key_values",
+    }
+)
 
 
 def refuse(reason: str) -> ValueError:
@@ -140,60 +155,57 @@ def check_keywords(model: PreTrainedModel, keywords: dict[str, Any]) -> None:
     for name, value in keywords.items():
         if value is None or value is False or name in _MODEL_KEYWORDS:
             continue
-        if name in (CACHE_NAME, "past_key_values"):
-            raise refuse(f"got {name}: continuing from a cache is not supported yet; pass the whole text as input_ids")
         raise refuse(f"got {name}, which is not supported yet; expected input_ids, attention_mask, position_ids")
     if keywords.get("use_cache") is False:
         raise refuse("got use_cache=False, expected True: drafts read the cache")
     ids = keywords.get("input_ids")
-    if isinstance(ids, torch.Tensor):
+    if isinstance(ids, torch.Tensor) and keywords.get(CACHE_NAME) is None and keywords.get("inputs_embeds") is None:
         check_prompt(ids, keywords.get("attention_mask"), keywords.get("position_ids"))
 
 
-def check_prompt(ids: torch.Tensor, mask: Any, positions: Any) -> None:
+def check_prompt(
+    ids: torch.Tensor, mask: Any, positions: Any, shape: tuple[int, int] | None = None, embedded: bool = False
+) -> None:
     """Refuses prompts of the wrong shape.
+
+    Args:
+        ids: Token ids.
+        mask: `attention_mask` or None.
+        positions: `position_ids` or None.
+        shape: (rows, columns) of the whole padded prompt where it differs from that of the ids.
+        embedded: Whether embeddings stand for the prompt, so that there may be no ids.
 
     Raises:
         ValueError: Names the tensor, its shape and the expected one.
     """
-    if ids.ndim != 2 or ids.shape[0] == 0 or ids.shape[1] == 0:
+    if ids.ndim != 2 or ids.shape[0] == 0 or (ids.shape[1] == 0 and not embedded):
         raise refuse(f"got input_ids of shape {tuple(ids.shape)}, expected (batch, tokens), neither of them 0")
     if ids.dtype not in (torch.int64, torch.int32):
         raise refuse(f"got input_ids of dtype {ids.dtype}, expected int64 or int32")
+    shape = shape or (ids.shape[0], ids.shape[1])
     if mask is not None:
         if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
-            shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
-            raise refuse(f"got attention_mask {shape}, expected a tensor of shape {tuple(ids.shape)}")
-        if mask.shape != ids.shape:
-            raise refuse(f"got attention_mask of shape {tuple(mask.shape)}, expected {tuple(ids.shape)} as input_ids")
-        empty = (~mask.bool().any(1)).nonzero().flatten().tolist()
+            got = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+            raise refuse(f"got attention_mask {got}, expected a tensor of shape {shape}")
+        if tuple(mask.shape) != shape:
+            raise refuse(f"got attention_mask of shape {tuple(mask.shape)}, expected {shape}")
+        empty = (mask == 0).all(1).nonzero().flatten().tolist()
         if empty:
             raise refuse(f"got an attention_mask that hides every token of row(s) {empty}, expected one visible token")
     if positions is not None:
-        shape = tuple(positions.shape) if isinstance(positions, torch.Tensor) else type(positions).__name__
-        if not isinstance(positions, torch.Tensor) or positions.ndim != 2 or positions.shape[1] != ids.shape[1]:
-            raise refuse(f"got position_ids {shape}, expected shape {tuple(ids.shape)}")
+        got = tuple(positions.shape) if isinstance(positions, torch.Tensor) else type(positions).__name__
+        if not isinstance(positions, torch.Tensor) or positions.ndim != 2:
+            raise refuse(f"got position_ids {got}, expected shape {shape}")
         if bool((positions < 0).any()):
             raise refuse(f"got position_ids down to {int(positions.min())}, expected none below 0")
 
 
-def check_callables(
-    processors: Sequence[Any] | None, criteria: Sequence[Any] | None, streamer: Any, rows: int | None
-) -> None:
-    """Refuses user code that is not supported yet.
-
-    Args:
-        processors: `logits_processor` as given, or as prepared by Transformers.
-        criteria: `stopping_criteria`, likewise.
-        streamer: The streamer, or None.
-        rows: Rows of the batch, once known.
+def check_processors(processors: Sequence[Any] | None) -> None:
+    """Refuses processors that run the model themselves.
 
     Raises:
-        ValueError: Names the classes.
+        ValueError: Names the class.
     """
-    if names := unsupported_processors(processors or ()):
-        raise refuse(f"got logits_processor {', '.join(names)}; only stock ones without state are supported yet")
-    if names := [type(c).__name__ for c in criteria or () if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]:
-        raise refuse(f"got stopping_criteria {', '.join(names)}; only EOS tokens and lengths are supported yet")
-    if streamer is not None and rows is not None and rows > 1:
-        raise refuse(f"got a streamer with a batch of {rows} rows, expected 1")
+    for processor in processors or ():
+        if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+            raise refuse(f"got {type(processor).__name__}: classifier-free guidance is not supported")

@@ -28,6 +28,7 @@ class MixedBatch:
         position_ids: `[1, T]` int64.
         write_slots: `[T]` int64, where the pools keep each token's keys and values.
         logits_index: `[K]` int64, packed tokens whose logits are wanted, in row order.
+        embeds: `[1, T, hidden]` to feed instead of `token_ids`, or None.
         sparse: Lists of the draft rows, or None without draft rows.
         draft_index: `[R]` int64, packed tokens of the draft rows.
         tokens_read: KV tokens that the rows' attention reads, averaged over layers.
@@ -42,6 +43,7 @@ class MixedBatch:
     sparse: SparseView | None
     draft_index: Tensor
     tokens_read: float
+    embeds: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -53,6 +55,7 @@ def pack(
     rows: Sequence[Row],
     history: Tensor,
     prompt_width: int,
+    fed_columns: int,
     trash_slot: int,
     sparse: SparseView | None,
     tokens_read: float,
@@ -62,7 +65,8 @@ def pack(
     Args:
         rows: The step's rows.
         history: `[requests, columns]` int64, every row's padded prompt, committed tokens and drafts.
-        prompt_width: Columns of the padded prompt.
+        prompt_width: Columns of the padded prompt in the history.
+        fed_columns: How many of them, counted from the last, are fed.
         trash_slot: Place for tokens that keep no keys and values.
         sparse: Lists of the draft rows.
         tokens_read: KV tokens that the rows read, averaged over layers.
@@ -72,7 +76,7 @@ def pack(
     staging = np.empty((3, offsets[-1]), dtype=np.int64)
     wanted: list[NDArray[np.int64]] = []
     for row, begin, end in zip(rows, offsets, offsets[1:], strict=False):
-        columns, staging[1, begin:end] = _tokens(row, prompt_width)
+        columns, staging[1, begin:end] = _tokens(row, prompt_width, fed_columns)
         staging[0, begin:end] = row.request.row * history.shape[1] + columns
         staging[2, begin:end] = _places(row, trash_slot)
         wanted.append(np.arange(end - row.logits, end, dtype=np.int64))
@@ -97,12 +101,13 @@ def first_column(request: Request, prompt_width: int) -> int:
     return prompt_width + request.generated - 1
 
 
-def _tokens(row: Row, prompt_width: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _tokens(row: Row, prompt_width: int, fed_columns: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """History columns and position ids of a row's tokens."""
     request = row.request
     if row.kind is RowKind.PREFILL:
-        chunk = slice(row.start, row.start + row.queries)
-        return request.columns[chunk], request.positions[chunk]
+        first = row.start - len(request.cached_columns)
+        chunk = slice(first, first + row.queries)
+        return request.columns[chunk] + (prompt_width - fed_columns), request.positions[chunk]
     ahead = row.start - request.length
     tokens = np.arange(ahead, ahead + row.queries, dtype=np.int64)
     last = request.generated - 1

@@ -40,6 +40,7 @@ __all__ = [
     "is_sharded",
     "merged_generation_config",
     "rope_parameters",
+    "update_layer",
 ]
 
 # The cache argument of models, and the field of what `generate` returns, was renamed in 5.2x.
@@ -75,3 +76,8 @@ def merged_generation_config(
 ) -> tuple[GenerationConfig, dict[str, Any]]:
     """What `generate` would run with: the merged configuration, and the keywords that go to the model. Copies."""
     return model._prepare_generation_config(generation_config, **keywords)
+
+
+def update_layer(cache: Cache, keys: Any, values: Any, layer: int) -> None:
+    """Appends `[B, heads, columns, size]` to one layer of a plain cache."""
+    cache.update(keys, values, layer)

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from .arguments import check_assistant, check_callables, check_config, check_keywords, refuse
+from .arguments import check_assistant, check_config, check_keywords, check_processors, refuse
+from .call import Call
 from .compat import GenerationConfig, GenerationMixin, PreTrainedModel, merged_generation_config
 from .config import AspireConfig
-from .generation import Call, run
+from .generation import run
 
 # The configuration of the `generate` call that this thread is about to enter, with its model: read by the decoding
 # loop that `generate` arrives at, and gone by then, so that calls made from inside it (a processor that asks another
@@ -220,7 +221,7 @@ def _check_call(model: PreTrainedModel, named: dict[str, Any]) -> None:
     given = dict(named)
     inputs = given.pop("inputs", None)
     taken = {name: given.pop(name, None) for name in _PARAMETERS if name != "inputs"}
-    for name in ("synced_gpus", "assistant_model", "prefix_allowed_tokens_fn", "custom_generate"):
+    for name in ("synced_gpus", "assistant_model", "custom_generate"):
         if taken[name] is not None and taken[name] is not False:
             raise refuse(f"got {name} as well, which is not supported; leave it out")
     for name in ("negative_prompt_ids", "negative_prompt_attention_mask"):
@@ -237,9 +238,7 @@ def _check_call(model: PreTrainedModel, named: dict[str, Any]) -> None:
     if inputs is not None and "input_ids" not in model_keywords:
         model_keywords["input_ids"] = inputs
     check_keywords(model, model_keywords)
-    ids = model_keywords.get("input_ids")
-    rows = ids.shape[0] * (merged.num_return_sequences or 1) if isinstance(ids, torch.Tensor) else None
-    check_callables(taken["logits_processor"], taken["stopping_criteria"], taken["streamer"], rows)
+    check_processors(taken["logits_processor"])
 
 
 def _decode(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from .config import AspireConfig
@@ -30,6 +31,21 @@ class Contexts(Protocol):
         """KV tokens of the next draft row, averaged over layers."""
 
 
+@dataclass(frozen=True)
+class AfterEnd:
+    """What rows do whose text has ended, while others go on.
+
+    Attributes:
+        stay: They keep their pages and stay in the batch; otherwise they leave at once.
+        token: They are fed this token, as plain `generate` does where an EOS is set; None: they go on with their own.
+        ahead: How far they may be fed past the others' last committed token.
+    """
+
+    stay: bool = False
+    token: int | None = None
+    ahead: int = 0
+
+
 class Planner:
     """The requests of a call by state: waiting for pages, in prefill, decoding.
 
@@ -39,6 +55,7 @@ class Planner:
         contexts: The sparse contexts.
         allocator: Pages.
         draft_scores: Whether draft rows are scored (the policy has a refresh layer).
+        after_end: What rows do whose text has ended.
     """
 
     def __init__(
@@ -48,12 +65,14 @@ class Planner:
         contexts: Contexts,
         allocator: PageAllocator,
         draft_scores: bool,
+        after_end: AfterEnd,
     ) -> None:
         self._config = config
         self._schedule = schedule
         self._contexts = contexts
         self._allocator = allocator
         self._draft_scores = draft_scores
+        self.after_end = after_end
         self._drafts = config.schedule != "autoregressive"
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
@@ -61,8 +80,14 @@ class Planner:
 
     @property
     def active(self) -> bool:
-        """Whether any request is unfinished."""
-        return bool(self.waiting or self.prefilling or self.decoding)
+        """Whether any request is unfinished, or behind the others in what it is fed."""
+        if self.waiting or self.prefilling or not all(request.stopped for request in self.decoding):
+            return True
+        return any(request.padding and request.generated < self._furthest for request in self.decoding)
+
+    @property
+    def _furthest(self) -> int:
+        return max((request.generated for request in self.decoding), default=0)
 
     def pages_for(self, request: Request) -> int:
         """Pages that a request may need: its prompt, and all it may generate but the last token."""
@@ -103,9 +128,10 @@ class Planner:
     def rows(self) -> list[Row]:
         """The rows of the next step."""
         rows = self._prefill_rows()
-        candidates = [self._candidate(request) for request in self.decoding]
+        ready = [r for r in self.decoding if not r.waiting and not r.padding and r.remaining > 0]
+        candidates = [self._candidate(request) for request in ready]
         kinds = self._schedule.decide(candidates) if candidates else []
-        for request, kind in zip(self.decoding, kinds, strict=True):
+        for request, kind in zip(ready, kinds, strict=True):
             if kind is RowKind.DRAFT and (request.drafts or self._contexts.ready(request)):
                 wanted = self._draft_scores and self._contexts.wants_scores(request.length + 1)
                 rows.append(Row.draft(request, wanted))
@@ -114,6 +140,20 @@ class Planner:
                 renews = self._drafts and (bool(request.drafts) or kind is RowKind.DRAFT)
                 longest = request.length + len(request.drafts) + 2
                 rows.append(Row.verify(request, renews and self._contexts.wants_scores(longest)))
+        return rows + self._padding_rows()
+
+    def _padding_rows(self) -> list[Row]:
+        """Rows of ended texts: the pads to come are known, so they are drafts that need no draft step."""
+        rows: list[Row] = []
+        token = self.after_end.token
+        if token is None:
+            return []
+        target = self._furthest + self.after_end.ahead
+        for request in self.decoding:
+            count = min(target - request.generated, self._config.max_draft + 1, request.remaining)
+            if request.padding and not request.waiting and count > 0:
+                request.drafts = [token] * (count - 1)
+                rows.append(Row.verify(request, scored=False))
         return rows
 
     def prefilled(self, request: Request) -> list[Request]:

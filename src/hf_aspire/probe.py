@@ -30,11 +30,13 @@ class ModelFacts:
         layers: One entry per decoder layer.
         keeps_logits: Whether the forward computes logits for chosen tokens only (`logits_to_keep`).
         vocabulary: Size of the logits' last dimension.
+        device: Where the model takes its input.
     """
 
     layers: tuple[LayerSpec, ...]
     keeps_logits: bool
     vocabulary: int
+    device: torch.device
 
 
 class _Probe:
@@ -183,6 +185,7 @@ def probe_model(model: PreTrainedModel, width: int) -> ModelFacts:
         layers=tuple(probe.specs[index] for index in range(expected)),
         keeps_logits=model._supports_logits_to_keep(),
         vocabulary=logits.shape[-1],
+        device=device,
     )
 
 

@@ -45,9 +45,9 @@ _READERS = (
 )
 
 
-def unsupported_processors(processors: Sequence[Any]) -> list[str]:
-    """Names of the processors that are not stock and pure; subclasses count as user code."""
-    return [type(p).__name__ for p in processors if type(p) not in _WARPERS + _READERS]
+def pure_processors(processors: Sequence[Any]) -> list[Any]:
+    """The stock processors without state among them; a subclass counts as user code."""
+    return [p for p in processors if type(p) in _WARPERS + _READERS]
 
 
 class Processing:

@@ -28,11 +28,13 @@ class Request:
 
     Attributes:
         row: Index in the returned batch, and the request's slot.
-        columns: Columns of the fed tokens in the padded prompt.
+        columns: Columns of the fed tokens among the fed columns of the padded prompt.
         positions: Their position ids.
-        kept: How many of them keep keys and values: all, or all but the last.
+        kept: Prompt tokens that keep keys and values: the cached ones, and of the fed ones all, or all but the last.
         limit: Most tokens to generate.
         noise_key: 64-bit key of the row's random numbers.
+        cached_columns: Visible columns whose keys and values come from a cache that was passed in; they count as
+            kept, and are not fed.
         length: Tokens whose keys and values are final. The last committed token is not among them: it has no final
             ones until it was verified.
         prefilled: Fed tokens done.
@@ -45,6 +47,9 @@ class Request:
         shared: Leading pages it shares with the request it was forked from.
         runs: The pages as contiguous (begin, end) stretches of token slots.
         forks: Requests with the same prompt that start from this one's prefill.
+        waiting: Whether verified logits of it wait for other rows, so that it can do nothing.
+        stopped: Whether its text has ended.
+        padding: Whether it is fed pad tokens behind its end, as plain feeds them, while others go on.
     """
 
     row: int
@@ -53,6 +58,7 @@ class Request:
     kept: int
     limit: int
     noise_key: int
+    cached_columns: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     length: int = 0
     prefilled: int = 0
     generated: int = 0
@@ -64,6 +70,9 @@ class Request:
     shared: int = 0
     runs: list[tuple[int, int]] = field(default_factory=list)
     forks: list[Request] = field(default_factory=list)
+    waiting: bool = False
+    stopped: bool = False
+    padding: bool = False
 
     @property
     def fed(self) -> int:
@@ -113,9 +122,9 @@ class Row:
     @classmethod
     def prefill(cls, request: Request, queries: int, scored: bool) -> Row:
         """The next chunk of a prompt; scores are wanted of the last one only."""
-        end = request.prefilled + queries
-        last = end == request.fed
-        return cls(request, RowKind.PREFILL, queries, request.prefilled, min(end, request.kept), scored and last)
+        start = request.prefilled + len(request.cached_columns)
+        last = request.prefilled + queries == request.fed
+        return cls(request, RowKind.PREFILL, queries, start, min(start + queries, request.kept), scored and last)
 
     @classmethod
     def draft(cls, request: Request, scored: bool) -> Row:
@@ -133,7 +142,9 @@ class Row:
     @property
     def finishes_prompt(self) -> bool:
         """Whether this is the last chunk of a prompt."""
-        return self.kind is RowKind.PREFILL and self.start + self.queries == self.request.fed
+        request = self.request
+        end = self.start - len(request.cached_columns) + self.queries
+        return self.kind is RowKind.PREFILL and end == request.fed
 
     @property
     def logits(self) -> int:

@@ -32,6 +32,11 @@ class Runner:
         self.backend = backend
 
     @torch.no_grad()
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The model's embeddings `[1, T, hidden]` of tokens `[1, T]`."""
+        return self._model.get_input_embeddings()(token_ids).clone()
+
+    @torch.no_grad()
     def forward(self, batch: MixedBatch) -> Tensor:
         """One forward of all rows.
 
@@ -40,7 +45,7 @@ class Runner:
         """
         self.backend.plan(batch)
         inputs: dict[str, Any] = {
-            "input_ids": batch.token_ids,
+            **({"input_ids": batch.token_ids} if batch.embeds is None else {"inputs_embeds": batch.embeds}),
             "position_ids": batch.position_ids,
             CACHE_NAME: self._cache,
             "use_cache": True,

@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15, the increment of SplitMix64
@@ -35,12 +33,12 @@ class Purpose(IntEnum):
     RESIDUAL = 4
 
 
-def row_key(seed: int, prompt: NDArray[np.int64], occurrence: int) -> int:
+def row_key(seed: int, prompt: bytes, occurrence: int) -> int:
     """Signed 64-bit key of a row: seed, the prompt's visible tokens, and which of its equal rows this is."""
     digest = hashlib.blake2b(digest_size=8, person=b"hf_aspire")
     digest.update(int(seed).to_bytes(16, "little", signed=True))
     digest.update(int(occurrence).to_bytes(8, "little"))
-    digest.update(np.ascontiguousarray(prompt, dtype="<i8").tobytes())
+    digest.update(prompt)
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
@@ -121,6 +119,19 @@ class Sampler(Protocol):
             slots: `[V]` request slots.
         """
 
+    def step(self, scores: Tensor, draws: Draws, drafts: Tensor, depths: Tensor) -> Tensor:
+        """Decides one position of every request slot.
+
+        Args:
+            scores: `[B, V]` float32, processed, in slot order.
+            draws: B draws.
+            drafts: `[B]` int64, the draft at this position, or -1.
+            depths: `[B]` int64, which draft of its round it is.
+
+        Returns:
+            `[B]` int64; a draft was accepted where its token comes back.
+        """
+
     def can_choose(self, best: float) -> bool:
         """Whether a token can be chosen from scores whose highest is `best`."""
 
@@ -140,6 +151,10 @@ class ArgmaxSampler:
         tokens = _by_row(self._choose(scores, draws), counts)
         agree = tokens[:, : drafts.shape[1]] == drafts
         return Outcome(_leading(agree, counts - 1), tokens)
+
+    def step(self, scores: Tensor, draws: Draws, drafts: Tensor, depths: Tensor) -> Tensor:
+        """See `Sampler`."""
+        return self._choose(scores, draws)
 
     def can_choose(self, best: float) -> bool:
         """See `Sampler`. Plain greedy decoding takes the first token where all are -inf, and so do we."""
@@ -193,6 +208,17 @@ class RejectionSampler:
         tokens = torch.cat([drafts, drafts.new_zeros(rows, 1)], 1)
         tokens[torch.arange(rows, device=counts.device), accepted] = final
         return Outcome(accepted, tokens)
+
+    def step(self, scores: Tensor, draws: Draws, drafts: Tensor, depths: Tensor) -> Tensor:
+        """See `Sampler`."""
+        slots = torch.arange(scores.shape[0], device=scores.device)
+        target = torch.softmax(scores, -1)
+        has_draft, known = drafts >= 0, drafts.clamp(min=0)
+        depths = depths.clamp(max=self._proposed.shape[1] - 1)
+        uniform = draws.uniform(Purpose.ACCEPT, 1, by_round=True)[:, 0]
+        kept = has_draft & (uniform * self._proposed[slots, depths, known] < target[slots, known])
+        final = self._final(scores, target, draws, has_draft & ~kept, slots, depths)
+        return torch.where(kept, known, final)
 
     def can_choose(self, best: float) -> bool:
         """See `Sampler`."""

@@ -137,15 +137,15 @@ class SparseContexts:
         share = len(self.policy.draft_layers) / self.policy.layers
         return share * context + (1 - share) * listed
 
-    def renew(self, row: Row, scores: Tensor) -> None:
+    def renew(self, row: Row, request: Request, scores: Tensor) -> None:
         """Makes a request's list from the scores of a row, after what the row decided was committed.
 
         Args:
             row: The row.
+            request: Its request, or a fork of it.
             scores: Token scores `[lists or 1, L]`; those past the row's first query are not used, since only that
                 query is certain to stay.
         """
-        request = row.request
         scored = row.certain
         if row.kind is RowKind.DRAFT and self.policy.lists > 1:
             self._renew_share(request, scores)
@@ -157,12 +157,6 @@ class SparseContexts:
         if self.policy.draft_layers and self.policy.lists > 1:
             base = select(units, count - int(count * _RENEWED_SHARE))
         self._shapes[request.row] = _Shape(tail, count * self.unit, request.generated, base)
-
-    def fork(self, source: Request, target: Request) -> None:
-        """Gives a forked request its source's list."""
-        if (shape := self._shapes.get(source.row)) is not None:
-            self.top[:, target.row] = self.top[:, source.row]
-            self._shapes[target.row] = _Shape(shape.tail, shape.count, target.generated, shape.base)
 
     def view(self, rows: Sequence[Row], page_table: Tensor) -> SparseView:
         """The lists of draft rows as places in the pools; short ones repeat their last entry."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -191,39 +191,48 @@ class StatsRecorder:
         self._prefill_end = 0.0  # when the last forward with a PREFILL row ended
         self._decoded = 0  # tokens committed since then
 
-    def step(self, start: float, end: float, rows: list[RowRecord]) -> None:
-        """Records one model forward that ran from `start` to `end`, in seconds of any monotonic clock."""
+    def step(
+        self, start: float, end: float, rows: Sequence[RowRecord], decided: Sequence[RowRecord] | None = None
+    ) -> None:
+        """Records one model forward.
+
+        Args:
+            start: When it began, in seconds of any monotonic clock.
+            end: When it ended.
+            rows: Its rows.
+            decided: Rows of this or an earlier forward whose tokens are all decided now; None: those of this one.
+        """
         stats = self.stats
         self._origin = start if self._origin is None else self._origin
         start, end = start - self._origin, end - self._origin
         stats.timeline.append(StepRecord(start, end, tuple(rows)))
         stats.forwards += 1
         stats.seconds = end
-        for row in rows:
-            self._count(row)
-        self._decoded += sum(row.committed for row in rows)
-        kinds = {row.kind for row in rows}
-        stats.steps += kinds != {RowKind.PREFILL}
-        stats.mixed_steps += kinds >= {RowKind.DRAFT, RowKind.VERIFY}
+        for row in rows if decided is None else decided:
+            self._count_tokens(row)
+        kinds = [row.kind for row in rows]
+        stats.rows_drafted += kinds.count(RowKind.DRAFT)
+        stats.rows_verified += sum(row.kind == RowKind.VERIFY and row.queries > 1 for row in rows)
+        stats.rows_decoded += sum(
+            row.kind == RowKind.DECODE or (row.kind == RowKind.VERIFY and row.queries <= 1) for row in rows
+        )
+        stats.steps += set(kinds) != {RowKind.PREFILL}
+        stats.mixed_steps += {RowKind.DRAFT, RowKind.VERIFY} <= set(kinds)
         if RowKind.PREFILL in kinds:
             stats.prefill_seconds += end - start
             self._prefill_end, self._decoded = end, 0
         stats.decode_tokens_per_second = _ratio(self._decoded, end - self._prefill_end)
 
-    def _count(self, row: RowRecord) -> None:
+    def _count_tokens(self, row: RowRecord) -> None:
         stats, request = self.stats, row.request
         stats.drafted[request] += row.drafted
         stats.accepted[request] += row.accepted
         stats.committed[request] += row.committed
+        self._decoded += row.committed
         if row.kind in (RowKind.DECODE, RowKind.VERIFY):
             stats.rounds[request].append((row.drafted, row.accepted))
-        if row.kind == RowKind.DRAFT:
-            stats.rows_drafted += 1
-        elif row.kind == RowKind.VERIFY and row.queries > 1:
-            stats.rows_verified += 1
+        if row.kind == RowKind.VERIFY and row.queries > 1:
             stats.tokens_verified += row.committed
-        elif row.kind != RowKind.PREFILL:
-            stats.rows_decoded += 1
 
     def finish(self) -> AspireStats:
         """The figures of the whole call."""

@@ -1,0 +1,193 @@
+"""Puts the parts of one call together and runs them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from .arguments import refuse
+from .backends import TorchBackend
+from .cache import AspireCache
+from .call import Call
+from .capacity import page_count
+from .compat import PreTrainedModel
+from .config import AspireConfig
+from .conversation import Pages, ReturnedCache
+from .cost_model import CostModel, StepCost
+from .engine import Engine
+from .outputs import Outputs
+from .planner import AfterEnd, Planner, group_by_prompt, pages_for
+from .probe import ModelFacts
+from .processing import Processing, pure_processors
+from .prompt import Prompt
+from .request import Request
+from .roofline import prior_cost
+from .runner import Runner
+from .sampling import make_sampler
+from .scheduler import make_schedule
+from .selection import ContextPolicy, SparseContexts
+from .stats import AspireStats, StatsRecorder
+from .streaming import ColumnStream
+from .testing import Replay, active_hooks
+from .verification import ColumnByColumn, OwnPace, Verifier
+
+
+class Session:
+    """One call's engine and what it has committed so far.
+
+    Args:
+        call: The call.
+        prompt: Its prompts.
+        requests: One per row.
+        same_prompt: For each row the first one with the same prompt.
+        facts: What the probe found.
+
+    Raises:
+        ValueError: The backend is not there, or the rows do not fit into memory.
+    """
+
+    def __init__(
+        self, call: Call, prompt: Prompt, requests: list[Request], same_prompt: Sequence[int], facts: ModelFacts
+    ) -> None:
+        config, (rows, width) = call.config, call.input_ids.shape
+        _check_backend(config)
+        device = facts.device
+        self._call = call
+        self._prompt = prompt
+        self._requests = requests
+        self._hooks = active_hooks()
+        self._recorder = StatsRecorder(config, [request.fed for request in requests])
+        self.tokens: list[list[int]] = [[] for _ in requests]
+        self.outputs = Outputs(rows, call.wants("output_scores"), call.wants("output_logits"))
+        self._together = call.column_by_column
+        policy = ContextPolicy.of(config, len(facts.layers))
+        first = group_by_prompt(requests, same_prompt)
+        pages = page_count(
+            first, requests, config, facts.layers, together=self._together or self._stays or self._keeps_cache
+        )
+        most = max(pages_for(request.kept, request.limit, config.page_size) for request in requests)
+        cache = self._cache = AspireCache(facts.layers, pages, config.page_size, rows, most)
+        columns = max(width + call.limit + config.max_draft + 1, prompt.positions.shape[1])
+        self._history = torch.zeros(rows, columns, dtype=torch.int64, device=device)
+        self._history[:, :width] = call.input_ids.to(device)
+        longest = max(request.kept + request.limit for request in requests)
+        contexts = SparseContexts(config, policy, rows, longest, device)
+        cost_model = _cost_model(config, call.model, facts)
+        schedule = make_schedule(config, cost_model)
+        sampler = make_sampler(call.samples, config.sampling, rows, config.max_draft, facts.vocabulary, device)
+        draft_processing = Processing(pure_processors(call.processors), self._history, width)
+        ahead = config.max_draft + 1 if self._together else 0
+        after_end = AfterEnd(
+            self._stays or self._together or self._keeps_cache, call.pad_token if self._stays else None, ahead
+        )
+        self.engine = Engine(
+            runner=Runner(call.model, cache, TorchBackend(cache, policy), facts.keeps_logits),
+            cache=cache,
+            contexts=contexts,
+            planner=Planner(config, schedule, contexts, cache.allocator, bool(policy.draft_layers), after_end),
+            schedule=schedule,
+            cost_model=cost_model,
+            processing=draft_processing,
+            sampler=sampler,
+            verifier=self._verifier(draft_processing, sampler),
+            history=self._history,
+            prompt_width=width,
+            end_tokens=call.end_tokens,
+            recorder=self._recorder,
+            replace_draft=self._hooks.draft,
+            prefix=prompt.prefix,
+            fed_columns=prompt.positions.shape[1],
+            embeds=prompt.embeds,
+        )
+        self.engine.submit(first)
+
+    @property
+    def _stays(self) -> bool:
+        """Whether rows are fed pads behind their end: plain's scores, and its processors, see those columns."""
+        return bool(self._call.end_tokens) and (self._together or self.outputs.wanted or self._keeps_cache)
+
+    @property
+    def _keeps_cache(self) -> bool:
+        """Whether the keys and values outlive the call."""
+        return bool(self._call.generation_config.return_dict_in_generate or self._prompt.prefix)
+
+    def _verifier(self, processing: Processing, sampler: Any) -> Verifier:
+        call, hooks = self._call, self._hooks
+        if not self._together:
+            replay = Replay(hooks.acceptance, hooks.seed) if hooks.acceptance else None
+            return OwnPace(processing, sampler, call.end_tokens, call.pad_token or 0, self.outputs, replay)
+        if hooks.acceptance:
+            raise refuse("replay_acceptance does not work with user-given processors or stopping criteria")
+        pad = call.pad_token if call.end_tokens else None
+        width = call.input_ids.shape[1]
+        return ColumnByColumn(call.processors, call.criteria, sampler, self._history, width, pad, self.outputs)
+
+    def decode(self) -> None:
+        """Runs the engine until every row is finished."""
+        call, stats = self._call, self._recorder.stats
+        stream = ColumnStream(call.streamer, len(self.tokens), call.pad_token or 0) if call.streamer else None
+        with tqdm(total=call.limit * len(self.tokens), unit="token", disable=not call.config.progress) as bar:
+            while self.engine.active:
+                for entry in self.engine.step():
+                    self.tokens[entry.request.row] += entry.tokens
+                    bar.update(len(entry.tokens))
+                    if stream is not None:
+                        stream.put(entry.request.row, entry.tokens, entry.stopped)
+                if call.config.progress:
+                    bar.set_postfix(acceptance=f"{stats.acceptance_rate:.0%}", refresh=False)
+
+    def close(self) -> None:
+        """Frees every page."""
+        self.engine.close()
+
+    def extended_cache(self) -> Any:
+        """The cache that was passed in, extended in place; None if there was none."""
+        if self._prompt.prefix is None:
+            return None
+        self._pages().append_to(self._prompt.prefix.cache)
+        return self._prompt.prefix.cache
+
+    def returned_cache(self) -> ReturnedCache:
+        """The batch's pages, kept alive until somebody looks at them."""
+        for request in self._requests:
+            self._cache.allocator.share(request.pages)
+        kept = [dataclasses.replace(request) for request in self._requests]
+        pages = dataclasses.replace(self._pages(), requests=kept)
+        return ReturnedCache(pages, self._call.model.config.get_text_config(decoder=True))
+
+    def _pages(self) -> Pages:
+        columns = self._prompt.visible.shape[1] + max(len(tokens) for tokens in self.tokens) - 1
+        return Pages(self._cache, self._requests, self._prompt.visible, columns)
+
+    @property
+    def stats(self) -> AspireStats:
+        """The call's figures."""
+        return self._recorder.finish()
+
+    def sequences(self) -> Tensor:
+        """`[B, W + longest]`: prompts, new tokens, pads; on the prompts' device."""
+        width = max(len(tokens) for tokens in self.tokens)
+        pad = self._call.pad_token or 0
+        new = torch.tensor([tokens + [pad] * (width - len(tokens)) for tokens in self.tokens])
+        return torch.cat([self._call.input_ids, new.to(self._call.input_ids.device)], 1)
+
+
+def _check_backend(config: AspireConfig) -> None:
+    if config.backend == "triton":
+        raise refuse("got backend='triton', expected 'auto' or 'torch': the Triton kernels are not there yet")
+    for name in ("compile", "cuda_graphs"):
+        if getattr(config, name) is True:
+            raise refuse(f"got {name}=True, expected 'auto' or False: it is not supported yet")
+
+
+def _cost_model(config: AspireConfig, model: PreTrainedModel, facts: ModelFacts) -> CostModel:
+    if config.cost is not None:
+        return CostModel(StepCost(*config.cost), fixed=True)
+    if config.schedule != "aspire":  # nobody asks; a unit cost spares the measurement
+        return CostModel(StepCost(1.0, 0.0, 0.0), fixed=True)
+    return CostModel(prior_cost(model, facts.layers))
