@@ -140,7 +140,9 @@ class Engine:
     def _pack(self, rows: list[Row]) -> MixedBatch:
         drafts = [row for row in rows if row.kind is RowKind.DRAFT]
         sparse = self._contexts.view(drafts, self._cache.page_table) if drafts else None
-        read = sum(self._contexts.tokens_read(row.request) if row in drafts else row.context for row in rows)
+        read = sum(
+            self._contexts.tokens_read(row.request) if row.kind is RowKind.DRAFT else row.context for row in rows
+        )
         batch = pack(rows, self._history, self._width, self._fed_columns, self._cache.trash_slot, sparse, read)
         if self._embeds is not None and any(row.kind is RowKind.PREFILL for row in rows):
             batch = dataclasses.replace(batch, embeds=self._embedded(batch, self._embeds))

@@ -84,12 +84,15 @@ class Processing:
         return scores
 
     def _by_column(self, processor: Any, scores: Tensor, rows: Sequence[int], positions: Sequence[int]) -> Tensor:
+        everybody = list(range(self._history.shape[0]))
+        if list(rows) == everybody and len(set(positions)) == 1:  # plain decoding in step: the batch as it is
+            return processor(self._history[:, : self._width + positions[0]], scores)
         result = torch.empty_like(scores)
         for position in sorted(set(positions)):
             members = [k for k, p in enumerate(positions) if p == position]
             present = [rows[k] for k in members]
             # Rows that are not at this column take part with zeros: the processor is pure, so they change nothing.
-            batch = scores.new_zeros(self._history.shape[0], scores.shape[1])
+            batch = scores.new_zeros(len(everybody), scores.shape[1])
             batch[present] = scores[members]
             result[members] = processor(self._history[:, : self._width + position], batch)[present]
         return result

@@ -69,7 +69,8 @@ class Draws:
     def uniform(self, purpose: Purpose, count: int, *, by_round: bool) -> Tensor:
         """`[K, count]` float64 in (0, 1), a function of (key, position, purpose[, round]) and the column alone."""
         state = _mix(self.keys + _GOLDEN * (self.positions + 1))
-        state = _mix(state + _GOLDEN * (int(purpose) + (8 * (self.rounds + 1) if by_round else 0)))
+        rounds = self.rounds + 1 if by_round else torch.zeros_like(self.rounds)
+        state = _mix(state + _GOLDEN * (int(purpose) + 8 * rounds))
         columns = torch.arange(1, count + 1, dtype=torch.int64, device=state.device)
         bits = _mix(state[:, None] + _GOLDEN * columns)
         return (_shift_right(bits, 12).to(torch.float64) + 0.5) * 2.0**-52

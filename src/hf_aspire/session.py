@@ -130,7 +130,9 @@ class Session:
     def decode(self) -> None:
         """Runs the engine until every row is finished."""
         call, stats = self._call, self._recorder.stats
-        stream = ColumnStream(call.streamer, len(self.tokens), call.pad_token or 0) if call.streamer else None
+        stream = None
+        if call.streamer is not None:
+            stream = ColumnStream(call.streamer, len(self.tokens), call.pad_token or 0)
         with tqdm(total=call.limit * len(self.tokens), unit="token", disable=not call.config.progress) as bar:
             while self.engine.active:
                 for entry in self.engine.step():

@@ -257,12 +257,12 @@ def _cells(row: RowRecord, unit: float) -> Iterator[tuple[str, float, float]]:
 def _draw(stats: AspireStats, figure: Figure) -> Figure:
     """Lays out the prompts (on a time axis of their own, or they would squeeze the rest), the rest and a close-up."""
     steps, lanes = stats.timeline, len(stats.prompt_tokens)
-    prompts = next((i for i, s in enumerate(steps) if any(r.kind != RowKind.PREFILL for r in s.rows)), len(steps))
+    prompts = next((i for i, s in enumerate(steps) if all(r.kind != RowKind.PREFILL for r in s.rows)), len(steps))
     panels = 1 if len(steps) - prompts <= CLOSE_UP else 2
     figure.set_size_inches(17, 2.2 + panels * max(2.0, lanes * min(1.0, max(0.3, 12 / max(lanes, 1)))))
     grid = figure.add_gridspec(panels, 2, width_ratios=(1, 7))
     first, second = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
-    _draw_steps(first, stats, steps[:prompts], "Prompts")
+    _draw_steps(first, stats, steps[:prompts], "Reading the prompts")
     _draw_steps(second, stats, steps[prompts:], "After the prompts", numbers=panels == 1)
     second.set_yticklabels([])
     if panels == 2:
