@@ -8,88 +8,44 @@ from typing import Any
 import torch
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from .compat import CACHE_NAME, GenerationConfig, GenerationMode, PreTrainedModel
+from .compat import (
+    CACHE_NAME,
+    GENERATE_SIGNATURE,
+    GenerationConfig,
+    GenerationMixin,
+    GenerationMode,
+    PreTrainedModel,
+    merged_generation_config,
+)
 
 # Fields of GenerationConfig that work as in plain `generate`: through the prepared inputs, the stock logits processors
 # made from them, the length limit and the end tokens.
-_HONOURED = frozenset(
-    {
-        "max_length",
-        "max_new_tokens",
-        "min_length",
-        "min_new_tokens",
-        "do_sample",
-        "num_return_sequences",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "top_h",
-        "typical_p",
-        "epsilon_cutoff",
-        "eta_cutoff",
-        "repetition_penalty",
-        "encoder_repetition_penalty",
-        "no_repeat_ngram_size",
-        "encoder_no_repeat_ngram_size",
-        "bad_words_ids",
-        "sequence_bias",
-        "suppress_tokens",
-        "begin_suppress_tokens",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "exponential_decay_length_penalty",
-        "remove_invalid_values",
-        "renormalize_logits",
-        "pad_token_id",
-        "bos_token_id",
-        "eos_token_id",
-        "return_dict_in_generate",
-        "output_scores",
-        "output_logits",
-        "stop_strings",
-        "max_time",
-        "watermarking_config",
-        "assistant",
-        "aspire_config",
-    }
-)
+_HONOURED = frozenset({
+    "max_length", "max_new_tokens", "min_length", "min_new_tokens", "do_sample", "num_return_sequences",
+    "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff",
+    "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+    "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id",
+    "forced_eos_token_id", "exponential_decay_length_penalty", "remove_invalid_values", "renormalize_logits",
+    "pad_token_id", "bos_token_id", "eos_token_id", "return_dict_in_generate", "output_scores", "output_logits",
+    "stop_strings", "max_time", "watermarking_config", "assistant", "aspire_config",
+})  # fmt: skip
 # Fields that change nothing for greedy decoding or sampling with this package: settings of beam search, of other
 # assistants, of compilation and prefill chunks (which have their own form here), and bookkeeping.
-_WITHOUT_EFFECT = frozenset(
-    {
-        "early_stopping",
-        "length_penalty",
-        "num_assistant_tokens",
-        "num_assistant_tokens_schedule",
-        "assistant_confidence_threshold",
-        "max_matching_ngram_size",
-        "assistant_lookbehind",
-        "target_lookbehind",
-        "assistant_ensemble_weight",
-        "is_assistant",
-        "disable_compile",
-        "compile_config",
-        "prefill_chunk_size",
-        "low_memory",
-        "decoder_start_token_id",
-        "transformers_version",
-        "continuous_batching_config",
-        "max_cache_len",
-    }
-)
-_MODEL_KEYWORDS = frozenset(
-    {
-        "input_ids",
-        "attention_mask",
-        "position_ids",
-        "use_cache",
-        "logits_to_keep",
-        "inputs_embeds",
-        CACHE_NAME,
-        "past_key_values",
-    }
-)
+_WITHOUT_EFFECT = frozenset({
+    "early_stopping", "length_penalty", "num_assistant_tokens", "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind",
+    "assistant_ensemble_weight", "is_assistant", "disable_compile", "compile_config", "prefill_chunk_size",
+    "low_memory", "decoder_start_token_id", "transformers_version", "continuous_batching_config", "max_cache_len",
+})  # fmt: skip
+# Parameters of `generate` that work as in plain; its other ones are refused when they are used.
+_PARAMETERS = frozenset({
+    "self", "inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",
+    "streamer", "kwargs",
+})  # fmt: skip
+_MODEL_KEYWORDS = frozenset({
+    "input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "inputs_embeds", CACHE_NAME,
+    "past_key_values",
+})  # fmt: skip
 
 
 def refuse(reason: str) -> ValueError:
@@ -110,6 +66,32 @@ def check_assistant(assistant: Any) -> bool:
     return True
 
 
+def check_call(model: PreTrainedModel, named: dict[str, Any]) -> None:
+    """Refuses a call of `generate` before anything was done for it.
+
+    Args:
+        model: The model.
+        named: Everything that was passed, by name.
+
+    Raises:
+        ValueError: Names what is not supported.
+    """
+    if getattr(type(model), "_sample", None) is not GenerationMixin._sample:
+        raise refuse(f"{type(model).__name__} brings its own decoding loop, which is not supported")
+    given = {key: value for key, value in named.items() if key not in GENERATE_SIGNATURE.parameters}
+    for key in sorted(named.keys() - given.keys() - _PARAMETERS):
+        if named[key] is not None and named[key] is not False:
+            raise refuse(f"got {key} as well, which is not supported; leave it out")
+    for key in ("tokenizer", "assistant_tokenizer", "trust_remote_code"):
+        given.pop(key, None)
+    merged, model_keywords = merged_generation_config(model, named.get("generation_config"), given)
+    check_config(merged)
+    if named.get("inputs") is not None:
+        model_keywords.setdefault("input_ids", named["inputs"])
+    check_keywords(model, model_keywords)
+    check_processors(named.get("logits_processor"))
+
+
 def check_config(config: GenerationConfig) -> None:
     """Refuses generation settings that are not supported.
 
@@ -128,11 +110,6 @@ def check_config(config: GenerationConfig) -> None:
         raise refuse("got use_cache=False, expected True: drafts read the cache")
     if config.cache_implementation not in (None, "dynamic"):
         raise refuse(f"got cache_implementation={config.cache_implementation!r}, expected None: its cache is paged")
-    if (config.num_return_sequences or 1) > 1 and not config.do_sample:
-        raise refuse(
-            f"got num_return_sequences={config.num_return_sequences} without do_sample=True, "
-            "which would return the same text several times"
-        )
     defaults = {**GenerationConfig().to_dict(), **GenerationConfig._get_default_generation_params()}
     checked = {"num_beams", "num_beam_groups", "use_cache", "cache_implementation"}
     for name, value in config.to_dict().items():
@@ -159,7 +136,11 @@ def check_keywords(model: PreTrainedModel, keywords: dict[str, Any]) -> None:
     if keywords.get("use_cache") is False:
         raise refuse("got use_cache=False, expected True: drafts read the cache")
     ids = keywords.get("input_ids")
-    if isinstance(ids, torch.Tensor) and keywords.get(CACHE_NAME) is None and keywords.get("inputs_embeds") is None:
+    if ids is not None and not isinstance(ids, torch.Tensor):
+        raise refuse(f"got input_ids of type {type(ids).__name__}, expected a tensor of shape (batch, tokens)")
+    # With a cache or embeddings the shapes are only known once Transformers has prepared the call.
+    later = any(keywords.get(name) is not None for name in (CACHE_NAME, "past_key_values", "inputs_embeds"))
+    if ids is not None and not later:
         check_prompt(ids, keywords.get("attention_mask"), keywords.get("position_ids"))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 import transformers
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -17,28 +18,31 @@ if Version(transformers.__version__) not in SUPPORTED:
         f"install a version in that range, or an hf_aspire release that supports yours"
     )
 
-from transformers import GenerationConfig, GenerationMixin  # noqa: E402  (only after the range is checked)
-from transformers.cache_utils import Cache  # noqa: E402
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig  # noqa: E402  (after the range check)
+from transformers.cache_utils import Cache, DynamicCache  # noqa: E402
 from transformers.generation.configuration_utils import GenerationMode  # noqa: E402
 from transformers.generation.utils import GenerateDecoderOnlyOutput  # noqa: E402
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled  # noqa: E402
 from transformers.integrations.fsdp import is_fsdp_managed_module  # noqa: E402
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function  # noqa: E402
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel  # noqa: E402
 
 __all__ = [
     "ALL_ATTENTION_FUNCTIONS",
     "ALL_MASK_ATTENTION_FUNCTIONS",
     "CACHE_NAME",
+    "GENERATE_SIGNATURE",
     "Cache",
     "GenerateDecoderOnlyOutput",
     "GenerationConfig",
     "GenerationMixin",
     "GenerationMode",
+    "PreTrainedConfig",
     "PreTrainedModel",
-    "causal_mask_function",
+    "input_device",
     "is_sharded",
     "merged_generation_config",
+    "plain_cache",
     "rope_parameters",
     "update_layer",
 ]
@@ -49,6 +53,21 @@ CACHE_NAME = (
     if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
     else "past_key_values"
 )
+GENERATE_SIGNATURE = inspect.signature(GenerationMixin.generate)
+"""Read before anybody wraps it."""
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where a model takes its tokens: where its embeddings are, or where accelerate brings them to."""
+    embeddings = model.get_input_embeddings()
+    device = embeddings.weight.device
+    if device.type == "meta":
+        for module in (embeddings, model):
+            hook = getattr(module, "_hf_hook", None)
+            for part in getattr(hook, "hooks", (hook,)):
+                if (place := getattr(part, "execution_device", None)) is not None:
+                    return torch.device(place)
+    return device
 
 
 def is_sharded(model: PreTrainedModel) -> str | None:
@@ -76,6 +95,13 @@ def merged_generation_config(
 ) -> tuple[GenerationConfig, dict[str, Any]]:
     """What `generate` would run with: the merged configuration, and the keywords that go to the model. Copies."""
     return model._prepare_generation_config(generation_config, **keywords)
+
+
+def plain_cache(model: PreTrainedModel) -> DynamicCache | None:
+    """The empty cache that plain `generate` would make for a model; None if the model brings its own."""
+    if not model._supports_default_dynamic_cache():
+        return None
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
 def update_layer(cache: Cache, keys: Any, values: Any, layer: int) -> None:

@@ -4,94 +4,73 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .arguments import check_assistant, check_config, check_keywords, check_processors, refuse
+from .arguments import check_assistant, check_call, check_config, refuse
+from .attention import running
 from .call import Call
-from .compat import GenerationConfig, GenerationMixin, PreTrainedModel, merged_generation_config
+from .compat import GENERATE_SIGNATURE, PreTrainedModel
 from .config import AspireConfig
 from .generation import run
-
-# The configuration of the `generate` call that this thread is about to enter, with its model: read by the decoding
-# loop that `generate` arrives at, and gone by then, so that calls made from inside it (a processor that asks another
-# model, say) run plainly.
-_pending: ContextVar[tuple[Any, AspireConfig] | None] = ContextVar("aspire_pending", default=None)
+from .model_checks import check_kind
+from .patch import Patch
 
 
-class _Patch:
-    """One method of `GenerationMixin`, wrapped while somebody needs it: counted, so that users may overlap."""
+@dataclass(slots=True)
+class _Entry:
+    """A call of `generate`, and whether it has arrived at its decoding loop."""
 
-    def __init__(self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        self._name = name
-        self._wrap = wrap
-        self._lock = threading.Lock()
-        self._users = 0
-        self._original: Callable[..., Any] | None = None
-        self._wrapped: Callable[..., Any] | None = None
+    model: PreTrainedModel
+    config: AspireConfig
+    arrived: bool = False
 
-    def install(self) -> None:
-        """Wraps the method unless it is wrapped already."""
-        with self._lock:
-            if self._users == 0:
-                self._original = getattr(GenerationMixin, self._name)
-                self._wrapped = self._wrap(self._original)
-                setattr(GenerationMixin, self._name, self._wrapped)
-            self._users += 1
 
-    def remove(self) -> bool:
-        """Puts the original back after the last user; False if another library has wrapped it since."""
-        with self._lock:
-            self._users -= 1
-            if self._users:
-                return True
-            if getattr(GenerationMixin, self._name) is not self._wrapped:
-                self._users = 1  # ours is still underneath: it stays, and stays counted
-                return False
-            setattr(GenerationMixin, self._name, self._original)
-            return True
-
-    @property
-    def original(self) -> Callable[..., Any]:
-        """The method without this wrapper."""
-        with self._lock:
-            return self._original if self._users and self._original else getattr(GenerationMixin, self._name)
+# The call that this thread is about to make. The decoding loop takes it, so that calls made from inside the loop (a
+# processor that asks another model, say) run plainly.
+_entry: ContextVar[_Entry | None] = ContextVar("aspire_entry", default=None)
 
 
 def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def generate(self: PreTrainedModel, *args: Any, **keywords: Any) -> Any:
-        assistant, settings = _take_settings(self, args, keywords)
-        if not check_assistant(assistant):
-            if settings is not None:
-                raise ValueError("generate(aspire_config=...): got it without assistant='aspire'; pass both")
+    def wrapper(self: PreTrainedModel, *args: Any, **keywords: Any) -> Any:
+        if not _generate_patch.active:
             return original(self, *args, **keywords)
-        return _enter(original, self, args, keywords, AspireConfig.of(settings))
+        if keywords.get("custom_generate") is generate:  # the same request, and here the streamer is in sight
+            keywords.pop("custom_generate")
+            keywords.setdefault("assistant", "aspire")
+        config = _take_config(self, args, keywords)
+        if config is None:
+            with running(None):
+                return original(self, *args, **keywords)
+        return _enter(original, self, args, keywords, config)
 
-    return generate
+    return wrapper
 
 
 def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def _sample(self: PreTrainedModel, *args: Any, **keywords: Any) -> Any:
-        pending = _pending.get()
-        if pending is None or pending[0] is not self:
+    def wrapper(self: PreTrainedModel, *args: Any, **keywords: Any) -> Any:
+        entry = _entry.get()
+        if entry is None or entry.model is not self:
             return original(self, *args, **keywords)
-        token = _pending.set(None)
+        token = _entry.set(None)
         try:
-            return _decode(self, pending[1], *args, **keywords)
+            return _decode(entry, *args, **keywords)
         finally:
-            _pending.reset(token)
+            _entry.reset(token)
 
-    return _sample
+    return wrapper
 
 
-_generate_patch = _Patch("generate", _wrap_generate)
-_sample_patch = _Patch("_sample", _wrap_sample)
+_generate_patch = Patch("generate", _wrap_generate)
+_sample_patch = Patch("_sample", _wrap_sample)
 _enabled = threading.Event()
 _enabling = threading.Lock()
 
@@ -100,32 +79,36 @@ def enable() -> None:
     """Makes `generate(..., assistant="aspire")` work on every model and in pipelines; once is enough."""
     with _enabling:
         if not _enabled.is_set():
-            _sample_patch.install()
-            _generate_patch.install()
+            _install()
             _enabled.set()
 
 
 def disable() -> None:
-    """Leaves Transformers as it was.
+    """Leaves Transformers as it was; does nothing without `enable()`.
 
-    If another library has wrapped `generate` since `enable()`, its wrapper calls ours, so both stay in place, and a
-    warning says so. Calling it without `enable()` does nothing.
+    If another library has wrapped `generate` since `enable()`, its wrapper holds ours, which stays in place without a
+    function of its own; a warning says so.
     """
     with _enabling:
-        if not _enabled.is_set():
-            return
-        if not _generate_patch.remove():
-            import warnings
+        if _enabled.is_set():
+            _enabled.clear()
+            _remove()
 
+
+def _install() -> None:
+    _sample_patch.install()
+    _generate_patch.install()
+
+
+def _remove() -> None:
+    for patch, name in ((_generate_patch, "generate"), (_sample_patch, "_sample")):
+        if not patch.remove():
             warnings.warn(
-                "hf_aspire.disable(): another library has wrapped GenerationMixin.generate since enable(); "
-                "the wrapper of hf_aspire stays underneath it",
+                f"hf_aspire: another library has wrapped GenerationMixin.{name} since; its wrapper is left in place, "
+                "and ours underneath it, which only hands calls on now",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
-            return
-        _sample_patch.remove()
-        _enabled.clear()
 
 
 def generate(
@@ -138,11 +121,11 @@ def generate(
 ) -> Any:
     """Generates with aspire, without `enable()`: the same arguments and results as `model.generate`.
 
-    Also works as `model.generate(custom_generate=hf_aspire.generate)`; Transformers then keeps the streamer to
-    itself, so pass streamers to this function directly.
+    Also works as `model.generate(custom_generate=hf_aspire.generate)`; without `enable()` Transformers then keeps the
+    streamer to itself and never ends it, so pass streamers to this function directly.
 
     Args:
-        model: A decoder-only causal language model.
+        model: A decoder-only causal language model, or a wrapper with its `generate` (PEFT).
         inputs: Prompt token ids `[batch, tokens]`, as the first argument of `model.generate`.
         *args: Further positional arguments of `model.generate`.
         aspire_config: Configuration, or a dict of its fields.
@@ -158,45 +141,51 @@ def generate(
     """
     if not check_assistant(assistant):
         raise ValueError("hf_aspire.generate: got assistant=None, expected 'aspire'")
-    if hasattr(keywords.get("generation_config"), "_pad_token_tensor"):  # called back by generate(custom_generate=...)
-        config = _configured(model, keywords["generation_config"], aspire_config)
-        return _decode(model, config, keywords.pop("input_ids", inputs), *args, **keywords)
-    _, settings = _take_settings(model, args, keywords)
-    config = AspireConfig.of(aspire_config if aspire_config is not None else settings)
-    with _sampling_patched():
-        positional = args if inputs is None else (inputs, *args)
-        return _enter(_generate_patch.original, model, positional, keywords, config)
+    prepared = keywords.get("generation_config")
+    if hasattr(prepared, "_pad_token_tensor"):  # called back by generate(custom_generate=hf_aspire.generate)
+        settings = getattr(prepared, "aspire_config", None) if aspire_config is None else aspire_config
+        entry = _Entry(model, AspireConfig.of(settings))
+        return _decode(entry, keywords.pop("input_ids", inputs), *args, **keywords)
+    if aspire_config is not None:
+        keywords["aspire_config"] = aspire_config
+    positional = args if inputs is None and not args else (inputs, *args)
+    with _patched():
+        return model.generate(*positional, assistant=assistant, **keywords)
 
 
 @contextmanager
-def _sampling_patched() -> Iterator[None]:
-    _sample_patch.install()
+def _patched() -> Iterator[None]:
+    _install()
     try:
         yield
     finally:
-        _sample_patch.remove()
+        _remove()
 
 
-def _take_settings(model: PreTrainedModel, args: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
-    """Takes `assistant` and `aspire_config` out of the keywords, or reads them from the generation configs."""
-    given = keywords.get("generation_config") or next((a for a in args if isinstance(a, GenerationConfig)), None)
-    found = []
-    for name in ("assistant", "aspire_config"):
-        value = keywords.pop(name, None)
-        for source in (given, getattr(model, "generation_config", None)):
-            value = getattr(source, name, None) if value is None else value
-        found.append(value)
-    return found[0], found[1]
+def _take_config(model: PreTrainedModel, args: tuple[Any, ...], keywords: dict[str, Any]) -> AspireConfig | None:
+    """Takes `assistant` and `aspire_config` out of the keywords; None if the call does not ask for aspire.
 
+    What is not passed may stand in the generation config that is passed, or in the model's own.
 
-def _configured(model: PreTrainedModel, generation_config: Any, given: Any) -> AspireConfig:
-    return AspireConfig.of(given if given is not None else getattr(generation_config, "aspire_config", None))
+    Raises:
+        ValueError: An unknown assistant, or settings that nobody would read.
+    """
+    passed = args[1] if len(args) > 1 else keywords.get("generation_config")
+    sources = (passed, getattr(model, "generation_config", None))
 
+    def take(name: str) -> tuple[Any, bool]:
+        if name in keywords:
+            return keywords.pop(name), True
+        values = (getattr(source, name, None) for source in sources)
+        return next((value for value in values if value is not None), None), False
 
-_PARAMETERS = (
-    "inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "synced_gpus",
-    "assistant_model", "streamer", "negative_prompt_ids", "negative_prompt_attention_mask", "custom_generate",
-)  # fmt: skip
+    assistant, _ = take("assistant")
+    settings, explicit = take("aspire_config")
+    if check_assistant(assistant):
+        return AspireConfig.of(settings)
+    if explicit and settings is not None:
+        raise ValueError("generate(aspire_config=...): got it without assistant='aspire'; pass both")
+    return None
 
 
 def _enter(
@@ -207,66 +196,51 @@ def _enter(
     config: AspireConfig,
 ) -> Any:
     """Checks the whole call, then lets Transformers prepare it; `_sample` takes over from there."""
-    named = {**dict(zip(_PARAMETERS, args, strict=False)), **keywords}
-    _check_call(model, named)
-    token = _pending.set((model, config))
+    named = dict(GENERATE_SIGNATURE.bind(model, *args, **keywords).arguments)
+    named = {name: value for name, value in named.items() if name not in ("self", "kwargs")} | named.get("kwargs", {})
+    entry = _Entry(model, config)
+    token = _entry.set(entry)
     try:
+        check_kind(model)
+        check_call(model, named)
         return original(model, **named)
+    except BaseException:
+        streamer = named.get("streamer")
+        if streamer is not None and not entry.arrived:  # else the loop has ended it
+            streamer.end()
+        raise
     finally:
-        _pending.reset(token)
-
-
-def _check_call(model: PreTrainedModel, named: dict[str, Any]) -> None:
-    """Refuses a call before anything was done for it."""
-    given = dict(named)
-    inputs = given.pop("inputs", None)
-    taken = {name: given.pop(name, None) for name in _PARAMETERS if name != "inputs"}
-    for name in ("synced_gpus", "assistant_model", "custom_generate"):
-        if taken[name] is not None and taken[name] is not False:
-            raise refuse(f"got {name} as well, which is not supported; leave it out")
-    for name in ("negative_prompt_ids", "negative_prompt_attention_mask"):
-        if taken[name] is not None:
-            raise refuse(f"got {name}, which is not supported")
-    for name in ("tokenizer", "assistant_tokenizer", "trust_remote_code"):
-        given.pop(name, None)
-    if model.config.is_encoder_decoder:
-        raise refuse(f"{type(model).__name__} is an encoder-decoder; expected a decoder-only model")
-    if getattr(type(model), "_sample", None) is not GenerationMixin._sample:
-        raise refuse(f"{type(model).__name__} brings its own decoding loop, which is not supported")
-    merged, model_keywords = merged_generation_config(model, taken["generation_config"], given)
-    check_config(merged)
-    if inputs is not None and "input_ids" not in model_keywords:
-        model_keywords["input_ids"] = inputs
-    check_keywords(model, model_keywords)
-    check_processors(taken["logits_processor"])
+        _entry.reset(token)
 
 
 def _decode(
-    model: PreTrainedModel,
-    config: AspireConfig,
+    entry: _Entry,
     input_ids: torch.Tensor,
     logits_processor: Any,
     stopping_criteria: Any,
     generation_config: Any,
     synced_gpus: bool = False,
     streamer: Any = None,
+    tokenizer: Any = None,  # has served its purpose, the stop strings, by now
     **model_keywords: Any,
 ) -> Any:
     """The decoding loop in the place of `_sample`, with its signature."""
     if synced_gpus:
         raise refuse("got synced_gpus=True, which is not supported")
     check_config(generation_config)
-    call = Call(
-        model=model,
-        input_ids=input_ids,
-        processors=logits_processor,
-        criteria=stopping_criteria,
-        generation_config=generation_config,
-        streamer=streamer,
-        model_keywords=model_keywords,
-        config=config,
+    entry.arrived = True
+    return run(
+        Call(
+            model=entry.model,
+            input_ids=input_ids,
+            processors=logits_processor,
+            criteria=stopping_criteria,
+            generation_config=generation_config,
+            streamer=streamer,
+            model_keywords=model_keywords,
+            config=entry.config,
+        )
     )
-    return run(call)
 
 
 def release(model: PreTrainedModel) -> None:
