@@ -1,0 +1,159 @@
+"""Builds a step of ragged rows over shuffled pages, runs kernels and reference on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_aspire.kernels import reference, work
+from hf_aspire.kernels.combine import combine, reduce_scores
+from hf_aspire.kernels.mixed_attention import PLAIN, Partials, mixed_attention, raw_scores_for
+from hf_aspire.kernels.tiles import Tile, tile_for
+
+
+@dataclass(frozen=True)
+class RowSpec:
+    """A row: its queries, its context tokens, its granule if it reads a list, its scored queries."""
+
+    queries: int
+    context: int
+    granule: int = 0
+    scored: tuple[int, ...] = ()
+    slotless: int = 0  # last queries that keep no keys and values
+
+
+class Mixture:
+    """Tensors of one step. Memory that no row may read holds NaN."""
+
+    def __init__(
+        self,
+        specs,
+        device,
+        *,
+        kv_heads=2,
+        group=4,
+        size=64,
+        value_size=None,
+        page=16,
+        dtype=torch.float32,
+        seed=0,
+    ):
+        generator = torch.Generator().manual_seed(seed)
+        value_size = value_size or size
+        self.specs, self.page, self.group = specs, page, group
+        pages = [-(-s.context // min(page, s.granule or page)) for s in specs]
+        total = sum(-(-s.context // page) if not s.granule else pages[i] for i, s in enumerate(specs)) + 3
+        order = torch.randperm(total - 1, generator=generator) + 1  # page 0 belongs to nobody
+        keys = torch.full((total, kv_heads, page, size), torch.nan)
+        values = torch.full((total, kv_heads, page, value_size), torch.nan)
+        page_table = torch.zeros(len(specs), max(pages), dtype=torch.int32)
+        lists = torch.zeros(len(specs), max(pages), dtype=torch.int32)
+        taken = 0
+        for i, spec in enumerate(specs):
+            unit = spec.granule or page
+            units = order[taken : taken + pages[i]]
+            taken += pages[i]
+            # A listed unit is one granule, somewhere in a page of its own.
+            inside = torch.randint(0, page // unit, (pages[i],), generator=generator)
+            entries = units * (page // unit) + inside
+            (lists if spec.granule else page_table)[i, : pages[i]] = entries.int()
+            token = torch.arange(spec.context)
+            places = entries[token // unit] * unit + token % unit
+            for pool in (keys, values):
+                pool[places // page, :, places % page] = torch.randn(
+                    spec.context, kv_heads, pool.shape[3], generator=generator
+                )
+        tokens = sum(s.queries for s in specs)
+        query = torch.randn(kv_heads * group, tokens, size, generator=generator) * 2
+        self.query = query.to(device, dtype).transpose(0, 1)
+        self.keys, self.values = keys.to(device, dtype), values.to(device, dtype)
+        self.page_table, self.lists = page_table.to(device), lists.to(device)
+        self.table = work.row_table(
+            [s.queries for s in specs],
+            [s.context - s.queries + s.slotless for s in specs],
+            [s.context for s in specs],
+            list(range(len(specs))),
+            [(s.granule or page).bit_length() - 1 for s in specs],
+            [s.granule > 0 for s in specs],
+            [s.scored for s in specs],
+        )
+        self.scaling = size**-0.5
+
+    def expected(self, variant=PLAIN):
+        """Outputs `[T, Hq, Dv]` and, per row, softmax weights of the reference."""
+        outputs, weights = [], []
+        for row, spec in zip(self.table.tolist(), self.specs, strict=True):
+            begin = row[work.ROW_TOKEN]
+            out, probability = reference.paged_attention(
+                self.query[begin : begin + spec.queries],
+                self.keys,
+                self.values,
+                reference.row_places(row, self.page_table, self.lists),
+                row[work.ROW_START],
+                self.scaling,
+                0 if spec.granule else variant.window,
+                variant.softcap,
+                variant.sinks,
+            )
+            outputs.append(out)
+            weights.append(probability)
+        return torch.cat(outputs), weights
+
+    def run(self, *, slots=8, tile=None, unit=1, by_maximum=False, variant=PLAIN, slack=0):
+        """Output and token scores `[score slots, units]` of the kernels."""
+        device, heads = self.query.device, self.query.shape[1]
+        tokens, value_size = self.query.shape[0], self.values.shape[3]
+        most = max(s.queries for s in self.specs)
+        tile = tile or tile_for(most, self.group, max(self.query.shape[2], value_size), self.query.element_size())
+        planned = self.table.copy()
+        planned[:, [work.ROW_START, work.ROW_LENGTH]] += slack
+        plan = work.plan_work(planned, tile.queries(self.group), slots, tile.block_n, variant.window, slack)
+        self.plan = plan
+        rows, items, merges = (torch.from_numpy(t).to(device) for t in (self.table, plan.items, plan.merges))
+        output = torch.full((tokens, heads, value_size), torch.nan, dtype=self.query.dtype, device=device)
+        shape = (heads, heads // self.group)
+        partials = Partials.empty(plan.partials, tokens, shape, tile.block_m, value_size, device)
+        for scratch in (partials.output, partials.lse, partials.row_lse):
+            scratch.fill_(torch.nan)
+        scored = [i for i, s in enumerate(self.specs) if s.scored]
+        raw = scores = None
+        if scored:
+            longest = max(s.context for s in self.specs)
+            wanted = max(len(s.scored) for s in self.specs)
+            raw = raw_scores_for(len(scored), wanted, longest, shape, tile, self.query.dtype, device).fill_(torch.nan)
+            scores = torch.full((len(scored), -(-longest // unit)), -1.0, device=device)
+        mixed_attention(
+            self.query,
+            self.keys,
+            self.values,
+            self.page_table,
+            self.lists,
+            rows,
+            items,
+            output,
+            partials,
+            raw,
+            self.scaling,
+            tile,
+            variant,
+        )
+        if plan.used_merges:
+            combine(partials, rows, merges, output, self.group, tile, bool(scored), variant)
+        if scored:
+            slots = torch.tensor(scored, dtype=torch.int32, device=device)
+            reduce_scores(raw, partials.row_lse, rows, slots, scores, unit, by_maximum, variant.window)
+        return output, scores
+
+
+def distance(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative distance in the Euclidean norm; NaN anywhere gives NaN."""
+    return float((got.double() - expected).norm() / expected.norm())
+
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def small_tile(block_m=16, block_n=32) -> Tile:
+    """A tile that gives small contexts several blocks."""
+    return Tile(block_m, block_n, 4, 2)

@@ -1,0 +1,80 @@
+"""The work list covers every row's context once, in pieces of about equal work."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_aspire.kernels import work
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3000)), min_size=1, max_size=12),
+    per_tile=st.integers(1, 16),
+    slots=st.integers(1, 64),
+    window=st.sampled_from([0, 1, 100]),
+)
+def test_pieces_cover_what_each_tile_sees(rows, per_tile, slots, window):
+    queries = np.array([q for q, _ in rows])
+    starts = np.array([s for _, s in rows])
+    zeros = np.zeros_like(queries)
+    table = work.row_table(queries, starts, starts + queries, zeros, zeros + 4, zeros)
+    plan = work.plan_work(table, per_tile, slots, block=32, window=window)
+    items = plan.items[: plan.used_items]
+    assert (plan.items[plan.used_items :] == -1).all()
+    slots = []
+    for i, (count, start) in enumerate(rows):
+        for first in range(0, count, per_tile):
+            mine = items[(items[:, work.ITEM_ROW] == i) & (items[:, work.ITEM_QUERY] == first)]
+            mine = mine[np.argsort(mine[:, work.ITEM_BEGIN])]
+            end = start + min(first + per_tile, count)
+            assert (mine[1:, work.ITEM_BEGIN] == mine[:-1, work.ITEM_END]).all()
+            assert mine[-1, work.ITEM_END] == end
+            begin = mine[0, work.ITEM_BEGIN]
+            assert (
+                begin == 0
+                if not window
+                else max(0, start + first - window + 1) - 32 < begin <= max(0, start + first - window + 1)
+            )
+            assert (mine[:, work.ITEM_BEGIN] % 32 == 0).all()
+            assert (mine[:, work.ITEM_PIECES] == len(mine)).all()
+            if len(mine) > 1:
+                merge = plan.merges[(plan.merges[:, 0] == i) & (plan.merges[:, 1] == first)][0]
+                expected = np.arange(merge[work.MERGE_SLOT], merge[work.MERGE_SLOT] + len(mine))
+                assert merge[work.MERGE_PIECES] == len(mine) and (mine[:, work.ITEM_SLOT] == expected).all()
+                slots += mine[:, work.ITEM_SLOT].tolist()
+    assert sorted(slots) == list(range(len(slots))) and len(slots) <= plan.partials
+
+
+def lengths_of(plan):
+    items = plan.items[: plan.used_items]
+    return items[:, work.ITEM_END] - items[:, work.ITEM_BEGIN]
+
+
+def plan_of(queries, lengths, slots):
+    queries, lengths = np.array(queries), np.array(lengths)
+    zeros = np.zeros_like(lengths)
+    table = work.row_table(queries, lengths - queries, lengths, zeros, zeros + 4, zeros)
+    return work.plan_work(table, 8, slots, block=64)
+
+
+def test_work_is_split_by_length_not_by_row():
+    """A verify row of 32k beside 28 drafts of 2k: the slots end together."""
+    size = lengths_of(plan_of([1] * 28 + [8] * 4, [2294] * 28 + [32768] * 4, slots=33))
+    assert (np.diff(size) <= 0).all(), "longest first"
+    ends = np.zeros(33)
+    for length in size:
+        ends[ends.argmin()] += length
+    assert ends.max() <= 1.1 * size.sum() / 33
+
+
+def test_a_single_row_fills_the_device():
+    assert len(lengths_of(plan_of([1], [32768], slots=33))) >= 32
+
+
+def test_rows_that_fill_the_device_are_left_whole():
+    plan = plan_of([1] * 32, [16384] * 32, slots=33)
+    assert plan.used_items == 32 and plan.used_merges == 0 and plan.partials == 0
+
+
+def test_buckets_grow_by_half_steps():
+    assert [work.bucket(n) for n in (0, 16, 17, 24, 25, 33, 49, 97)] == [16, 16, 24, 24, 32, 48, 64, 128]
