@@ -1,0 +1,112 @@
+"""How far greedy text stays plain `generate`'s on a real model, in float32 and in half precision.
+
+    python benchmarks/bench_exactness.py --device cuda --output exactness.json
+
+Float32: a ragged batch of 8 (0.3k to 3k tokens, 64 new ones) under every context policy; TF32 is off. Half precision:
+50 prompts of 100 to 500 tokens, 64 new ones each. At every first difference of a row, plain's own two best logits and
+how far they are apart.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hf_aspire import AspireConfig
+from hf_aspire.documents import long_text
+from hf_aspire.measure import Difference, Run, differences, run_aspire, run_plain
+from hf_aspire.models import LoadedModel, load_model
+
+NEW = 64
+POLICIES = ("verify", "refresh", "hybrid", "window")
+
+
+def prompts(loaded: LoadedModel, lengths: list[int], seed: int) -> dict[str, torch.Tensor]:
+    """Stretches of one real text, left-padded."""
+    ids = loaded.tokenizer(long_text(), verbose=False)["input_ids"]
+    starts = random.Random(seed)
+    width, pad = max(lengths), loaded.tokenizer.pad_token_id
+    rows, masks = [], []
+    for length in lengths:
+        first = starts.randrange(len(ids) - length)
+        rows.append([pad] * (width - length) + ids[first : first + length])
+        masks.append([0] * (width - length) + [1] * length)
+    device = loaded.model.device
+    return {"input_ids": torch.tensor(rows, device=device), "attention_mask": torch.tensor(masks, device=device)}
+
+
+def compare(loaded: LoadedModel, lengths: list[int], schedules: list[AspireConfig]) -> list[dict[str, Any]]:
+    """Plain once, then every configuration on the same batch."""
+    inputs = prompts(loaded, lengths, seed=len(lengths))
+    plain = run_plain(loaded.model, inputs, NEW, keep_logits=True, do_sample=False)
+    results = []
+    for config in schedules:
+        run = run_aspire(loaded.model, inputs, NEW, config, do_sample=False)
+        results.append(describe(plain, run, config))
+    return results
+
+
+def describe(plain: Run, run: Run, config: AspireConfig) -> dict[str, Any]:
+    """What one configuration did on one batch."""
+    found: list[Difference] = differences(plain, run)
+    assert run.stats is not None
+    return {
+        "context": config.context,
+        "schedule": config.schedule,
+        "rows": len(plain.tokens),
+        "new_tokens": run.new_tokens,
+        "rows_identical": len(plain.tokens) - len(found),
+        "acceptance_rate": run.stats.acceptance_rate,
+        "gaps_at_first_differences": sorted(d.gap for d in found),
+        "positions_of_first_differences": [d.position for d in found],
+    }
+
+
+def main(
+    model: Annotated[str | None, typer.Option(help="Hub name or directory; default: the packaged SmolLM2.")] = None,
+    gguf: Annotated[str | None, typer.Option(help="GGUF file within --model.")] = None,
+    device: Annotated[str, typer.Option(help="Torch device.")] = "auto",
+    half: Annotated[str, typer.Option(help="Half precision to compare in.")] = "bfloat16",
+    output: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+) -> None:
+    """Runs both comparisons and prints what differs."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    sparse = {"min_pages": 16, "recent_pages": 8, "sparsity": 0.1}
+    exact = [AspireConfig(schedule="autoregressive")]
+    exact += [AspireConfig(schedule="staggered", context=context, **sparse) for context in POLICIES]
+    full = load_model(model, gguf, device, "float32")
+    found = {"float32": compare(full, [300, 600, 900, 1200, 1600, 2000, 2500, 3000], exact)}
+    lengths = [100 + 8 * row for row in range(50)]
+    rounded = load_model(model, gguf, device, half)
+    found[half] = compare(
+        rounded, lengths, [exact[0], AspireConfig(schedule="staggered", min_pages=8, recent_pages=4)]
+    )
+
+    table = Table(
+        "dtype", "schedule", "context", "rows identical", "acceptance", "largest gap where a row leaves plain"
+    )
+    for dtype, rows in found.items():
+        for row in rows:
+            gaps = row["gaps_at_first_differences"]
+            largest = f"{max(gaps):.2e}" if gaps else "-"
+            same = f"{row['rows_identical']} of {row['rows']}"
+            rate = f"{row['acceptance_rate']:.1%}"
+            table.add_row(dtype, row["schedule"], row["context"], same, rate, largest)
+    Console(width=120).print(table)
+    if output is not None:
+        name = torch.cuda.get_device_name() if full.model.device.type == "cuda" else "cpu"
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        output.write_text(json.dumps({"device": name, "versions": versions, "results": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
