@@ -386,20 +386,23 @@ class Failure(LogitsProcessor):
         return scores
 
 
+@pytest.mark.usefixtures("enabled")
 @pytest.mark.parametrize(
     "keywords",
     [
         {"num_beams": 2},
+        {"aspire_config": {"pagesize": 4}},
+        {"assistant": "medusa"},
         {"aspire_config": small(kv_memory=10)},
         {"max_new_tokens": 0},
         {"logits_processor": LogitsProcessorList([Failure(3, RuntimeError("processor"))])},
     ],
-    ids=["refused", "does not fit", "no room", "fails in the loop"],
+    ids=["refused", "unknown key", "unknown assistant", "does not fit", "no room", "fails in the loop"],
 )
 def test_a_streamer_is_ended_once_whatever_goes_wrong(model: LlamaForCausalLM, keywords: dict[str, Any]) -> None:
     streamer = Calls()
     with pytest.raises((ValueError, RuntimeError)):
-        hf_aspire.generate(model, **ragged([9]), **(GREEDY | keywords), streamer=streamer)
+        model.generate(**ragged([9]), **({"assistant": "aspire"} | GREEDY | keywords), streamer=streamer)
     assert streamer.ended == 1
 
 

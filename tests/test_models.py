@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM,
 import hf_aspire
 from hf_aspire import AspireConfig, AspireOutput
 from hf_aspire.compat import CACHE_NAME
+from hf_aspire.probe import probe_model
 
 NEW = 12
 LENGTHS = (1, 2, 9, 21)
@@ -347,6 +348,18 @@ def test_logits_of_all_tokens_are_computed_where_a_model_cannot_choose() -> None
 
     assert "logits_to_keep" not in EveryLogit.forward.__annotations__
     check_equal(llama_as(EveryLogit))
+
+
+def test_a_model_without_weights_tells_its_shapes() -> None:
+    for name in ("llama", "mistral, window as wide as the call", "llama 4, chunks that are never left"):
+        model_type, overrides = EQUAL[name]
+        model = build(model_type, **overrides)
+        layers = probe_model(model, WIDTH).layers
+        found = probe_model(model.to("meta"), WIDTH).layers
+        assert [layer.bytes_per_token for layer in found] == [layer.bytes_per_token for layer in layers]
+    model_type, overrides, reason = REFUSED["soft-capping"]
+    with pytest.raises(ValueError, match=reason):
+        probe_model(build(model_type, **overrides).to("meta"), WIDTH)
 
 
 def test_a_model_with_one_layer_is_served() -> None:

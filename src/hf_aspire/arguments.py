@@ -132,7 +132,10 @@ def check_keywords(model: PreTrainedModel, keywords: dict[str, Any]) -> None:
     for name, value in keywords.items():
         if value is None or value is False or name in _MODEL_KEYWORDS:
             continue
-        raise refuse(f"got {name}, which is not supported yet; expected input_ids, attention_mask, position_ids")
+        raise refuse(
+            f"got {name} for {type(model).__name__}, which is not supported yet; "
+            "expected input_ids, attention_mask, position_ids"
+        )
     if keywords.get("use_cache") is False:
         raise refuse("got use_cache=False, expected True: drafts read the cache")
     ids = keywords.get("input_ids")

@@ -122,7 +122,7 @@ def _attention_function(previous: str) -> Callable[..., tuple[Tensor, Tensor | N
             raise TypeError(f"{type(module).__name__} gives its attention {len(args)} positional arguments too many")
         keywords["attention_mask"] = attention_mask
         device = query.device.type
-        if not torch.is_autocast_enabled(device):
+        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
             return step.attend(module, query, key, value, keywords), None
         if query.dtype != torch.float64:  # which autocast leaves alone
             kind = torch.get_autocast_dtype(device)

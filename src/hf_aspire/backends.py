@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -9,7 +14,8 @@ from torch import Tensor, nn
 
 from .attention import scaling_of, split_heads
 from .batch import MixedBatch
-from .cache import AspireCache
+from .cache import AspireCache, LayerSpec
+from .config import AspireConfig
 from .kernels import reference
 from .request import Row, RowKind
 from .selection import ContextPolicy
@@ -26,6 +32,53 @@ class Backend(Protocol):
 
     def scores(self, row: int) -> Tensor:
         """Token scores `[lists or 1, L]` of a scored row of the last forward."""
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """Which kernels a call uses, and why."""
+
+    name: str
+    reason: str
+
+
+def choose_backend(config: AspireConfig, layers: Sequence[LayerSpec]) -> BackendChoice:
+    """The kernels for a model's layers; a GPU that has to go without its kernels is warned about.
+
+    Raises:
+        ValueError: `backend="triton"`, where it cannot run.
+    """
+    obstacle = _triton_obstacle(config, layers)
+    if config.backend == "torch":
+        return BackendChoice("torch", "backend='torch' asks for it")
+    if obstacle is None:
+        return BackendChoice("triton", "fused kernels for this GPU")
+    if config.backend == "triton":
+        raise ValueError(f"assistant='aspire': got backend='triton', but {obstacle}; expected 'auto' or 'torch'")
+    if layers[0].device.type == "cuda":
+        warnings.warn(f"hf_aspire runs its slower torch reference: {obstacle}", RuntimeWarning, stacklevel=2)
+    return BackendChoice("torch", obstacle)
+
+
+def _triton_obstacle(config: AspireConfig, layers: Sequence[LayerSpec]) -> str | None:
+    """Why the Triton kernels cannot run, or None."""
+    first = layers[0]
+    sizes = {size for layer in layers for size in (layer.key_size, layer.value_size)}
+    if first.device.type != "cuda":
+        return f"the Triton kernels need a GPU, and the model is on {first.device.type!r}"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if len({dataclasses.replace(layer, scaling=0.0) for layer in layers}) > 1:
+        return "the model's layers differ in their heads, sizes, dtypes or devices"
+    if first.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"the Triton kernels serve float32, bfloat16 and float16, not {first.dtype}"
+    if config.page_size not in (16, 32, 64):
+        return f"the Triton kernels serve pages of 16, 32 or 64 tokens, not {config.page_size}"
+    if min(sizes) < 16 or max(sizes) > 256:
+        return f"the Triton kernels serve head sizes from 16 to 256, not {sorted(sizes)}"
+    if first.query_heads // first.kv_heads > 16:
+        return f"the Triton kernels serve up to 16 query heads per KV head, not {first.query_heads // first.kv_heads}"
+    return None
 
 
 class TorchBackend:

@@ -19,6 +19,7 @@ from .config import AspireConfig
 from .documents import long_text
 from .measure import Run, machine_load, run_aspire, run_plain
 from .models import LoadedModel
+from .stats import AspireStats
 
 WAYS = ("plain", "autoregressive", "aspire")
 
@@ -32,12 +33,14 @@ class Workload:
         context: Prompt tokens per row.
         new_tokens: New tokens per row; no row ends earlier.
         repetitions: Runs of each way, one after the other in turns.
+        sample: Draw from the model's own distribution, so that the rows differ; else greedy, and all are equal.
     """
 
     batch: int
     context: int
     new_tokens: int
     repetitions: int
+    sample: bool = False
 
 
 @dataclass
@@ -58,9 +61,17 @@ class Result:
     @property
     def draft_share(self) -> float:
         """Rows that drafted, as a share of all rows after the prompts, over all ASPIRE runs."""
-        stats = [run.stats for run in self.runs["aspire"] if run.stats is not None]
-        drafted = sum(s.rows_drafted for s in stats)
-        return drafted / (drafted + sum(len(rounds) for s in stats for rounds in s.rounds))
+        drafted = sum(stats.rows_drafted for stats in self._stats)
+        return drafted / (drafted + sum(len(rounds) for stats in self._stats for rounds in stats.rounds))
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted share of the verified drafts, over all ASPIRE runs; 0.0 if there were none."""
+        return sum(sum(s.accepted) for s in self._stats) / max(1, sum(sum(s.drafted) for s in self._stats))
+
+    @property
+    def _stats(self) -> list[AspireStats]:
+        return [run.stats for run in self.runs["aspire"] if run.stats is not None]
 
 
 def run_bench(loaded: LoadedModel, workload: Workload, console: Console) -> Result:
@@ -71,8 +82,8 @@ def run_bench(loaded: LoadedModel, workload: Workload, console: Console) -> Resu
     """
     console.print(
         f"[bold]{loaded.name}[/], {loaded.model.dtype} on {loaded.model.device.type}; batch {workload.batch} x "
-        f"{workload.context} tokens (one shared prompt), {workload.new_tokens} new tokens each, greedy; "
-        f"{machine_load()} at the start"
+        f"{workload.context} tokens (one shared prompt), {workload.new_tokens} new tokens each, "
+        f"{'sampled' if workload.sample else 'greedy'}; {machine_load()} at the start"
     )
     result = Result()
     runs = list(_runs(loaded, workload))
@@ -84,8 +95,8 @@ def run_bench(loaded: LoadedModel, workload: Workload, console: Console) -> Resu
             progress.advance(task)
     console.print(_table(result))
     console.print(
-        f"Draft rows: {result.draft_share:.1%} of the rows of aspire (step costs measured while it runs). "
-        f"{machine_load()} at the end."
+        f"Draft rows: {result.draft_share:.1%} of the rows of aspire, which schedules by the step costs that it "
+        f"measures; {result.acceptance:.1%} of its drafts were accepted. {machine_load()} at the end."
     )
     return result
 
@@ -98,7 +109,9 @@ def _runs(loaded: LoadedModel, workload: Workload) -> Iterator[tuple[str, Callab
         raise ValueError(f"context: got {workload.context}, expected at most {prompt.shape[1]}")
     ids = prompt[:, : workload.context].expand(workload.batch, -1).contiguous().to(device)
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    options: dict[str, Any] = {"do_sample": False, "min_new_tokens": workload.new_tokens}
+    options: dict[str, Any] = {"do_sample": workload.sample, "min_new_tokens": workload.new_tokens}
+    if workload.sample:
+        options |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
     cache = _filled_cache(model, ids)
 
     def plain() -> Run:

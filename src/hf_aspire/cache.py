@@ -38,9 +38,10 @@ class LayerSpec:
 class AspireCache(Cache):
     """Page pools per layer and a page table per request slot.
 
-    Layout: `[page, slot in page, kv head, size]`, seen by the kernels as `[token slot, kv head, size]`. The last page
-    is a trash page: tokens that keep no keys and values (a masked last prompt token) write there. Memory past a
-    request's length is never read and may hold anything.
+    The layout is the backend's choice: `[token slot, kv head, size]`, so that a contiguous stretch of pages is a view
+    of a request's tokens, or, `by_head`, `[page, kv head, slot in page, size]`, so that what a program of a GPU kernel
+    reads of a page is contiguous. The last page is a trash page: tokens that keep no keys and values (a masked last
+    prompt token) write there. Memory past a request's length is never read and may hold anything.
 
     Args:
         layers: Shapes per layer; empty for the probe, which stores nothing.
@@ -48,6 +49,7 @@ class AspireCache(Cache):
         page_size: Tokens per page.
         requests: Request slots.
         pages_per_request: Most pages that a request may hold.
+        by_head: The layout.
     """
 
     def __init__(
@@ -57,19 +59,18 @@ class AspireCache(Cache):
         page_size: int = 1,
         requests: int = 0,
         pages_per_request: int = 0,
+        by_head: bool = False,
     ) -> None:
         super().__init__(layers=[])
         self.page_size = page_size
         self.allocator = PageAllocator(pages)
         self.trash_slot = pages * page_size
-        slots = (pages + 1) * page_size
+        self._by_head = by_head
         with torch.inference_mode(False):  # tensors made inside inference mode could not be written outside it
-            self.keys = [torch.empty(slots, s.kv_heads, s.key_size, dtype=s.dtype, device=s.device) for s in layers]
-            self.values = [
-                torch.empty(slots, s.kv_heads, s.value_size, dtype=s.dtype, device=s.device) for s in layers
-            ]
+            self.keys = [self._pool(pages + 1, layer, layer.key_size) for layer in layers]
+            self.values = [self._pool(pages + 1, layer, layer.value_size) for layer in layers]
         device = layers[0].device if layers else torch.device("cpu")
-        self.page_table = torch.zeros(requests, max(pages_per_request, 1), dtype=torch.int64, device=device)
+        self.page_table = torch.zeros(requests, max(pages_per_request, 1), dtype=torch.int32, device=device)
 
     # What Transformers asks of a cache
 
@@ -93,7 +94,7 @@ class AspireCache(Cache):
 
     def assign(self, slot: int, pages: Sequence[int]) -> None:
         """Writes the page table of a request slot."""
-        self.page_table[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int64)
+        self.page_table[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
     def runs(self, pages: Sequence[int]) -> list[tuple[int, int]]:
         """Pages as contiguous (begin, end) stretches of token slots."""
@@ -108,6 +109,23 @@ class AspireCache(Cache):
 
     def copy_page(self, source: int, target: int) -> None:
         """Copies one page in every layer (a tail page that two requests would write)."""
-        size = self.page_size
         for pool in (*self.keys, *self.values):
-            pool[target * size : (target + 1) * size] = pool[source * size : (source + 1) * size]
+            pages = pool if self._by_head else pool.unflatten(0, (-1, self.page_size))
+            pages[target] = pages[source]
+
+    def read(self, pool: Tensor, slots: Tensor) -> Tensor:
+        """The tokens at `slots` `[n]` of one of the pools: `[n, kv heads, size]`."""
+        if not self._by_head:
+            return pool[slots]
+        return pool[slots // self.page_size, :, slots % self.page_size]
+
+    def write(self, pool: Tensor, slots: Tensor, states: Tensor) -> None:
+        """Puts `[n, kv heads, size]` at `slots` `[n]` of one of the pools."""
+        if self._by_head:
+            pool[slots // self.page_size, :, slots % self.page_size] = states
+        else:
+            pool[slots] = states
+
+    def _pool(self, pages: int, layer: LayerSpec, size: int) -> Tensor:
+        shape = (pages, layer.kv_heads, self.page_size) if self._by_head else (pages * self.page_size, layer.kv_heads)
+        return torch.empty(*shape, size, dtype=layer.dtype, device=layer.device)

@@ -14,7 +14,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from .answer import run_answer
+from .bench import Workload, run_bench
 from .config import AspireConfig
+from .demo import run_demo
+from .doctor import run_doctor
+from .documents import documents
 from .models import load_model, resolve_device
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
@@ -43,9 +48,6 @@ def demo(
 
     Fails if any token differs, except where plain's own two best logits are closer than float32 can tell apart.
     """
-    from .demo import run_demo
-    from .documents import documents
-
     console = _console()
     with _readable_errors(console):
         loaded = load_model(model, gguf, device="cpu", dtype="float32")
@@ -70,8 +72,6 @@ def generate(
     dtype: Dtype = "auto",
 ) -> None:
     """Continue prompts in one batch and print the texts and what it took. A single text is streamed."""
-    from .answer import run_answer
-
     console = _console()
     with _readable_errors(console):
         config = AspireConfig(
@@ -98,19 +98,19 @@ def bench(
     gguf: Gguf = None,
     batch: Annotated[int, typer.Option(min=1)] = 8,
     context: Annotated[int, typer.Option(min=2, help="Prompt tokens per row.")] = 3000,
-    max_new_tokens: Annotated[int | None, typer.Option(min=2, help="Default: 256, with --quick 64.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=2, help="Default: 256, with --quick 48.")] = None,
     repetitions: Annotated[int | None, typer.Option(min=1, help="Default: 7, with --quick 3.")] = None,
+    sample: Annotated[bool, typer.Option(help="Sample, so that the rows differ; default: greedy, all alike.")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
     """Measure decode tokens/s of plain generate, the autoregressive schedule and ASPIRE, in turns."""
-    from .bench import Workload, run_bench
-
     console = _console()
     with _readable_errors(console):
         loaded = load_model(model, gguf, device, dtype)
-        new_tokens = max_new_tokens or (64 if quick else 256)
-        run_bench(loaded, Workload(batch, context, new_tokens, repetitions or (3 if quick else 7)), console)
+        new_tokens = max_new_tokens or (48 if quick else 256)
+        turns = repetitions or (3 if quick else 7)
+        run_bench(loaded, Workload(batch, context, new_tokens, turns, sample), console)
 
 
 @app.command()
@@ -120,8 +120,6 @@ def doctor(
     dtype: Dtype = "auto",
 ) -> None:
     """Show versions, device, backend, bandwidth, whether a model is supported and how many tokens fit."""
-    from .doctor import run_doctor
-
     console = _console()
     with _readable_errors(console):
         run_doctor(model, resolve_device(device), dtype, console)

@@ -66,8 +66,8 @@ class Prefix:
             layer = self.cache.layers[index]
             columns = torch.from_numpy(request.cached_columns).to(layer.keys.device)
             places = slots.to(keys.device)
-            keys[places] = layer.keys[request.row].transpose(0, 1)[columns].to(keys.device)
-            values[places] = layer.values[request.row].transpose(0, 1)[columns].to(values.device)
+            pools.write(keys, places, layer.keys[request.row].transpose(0, 1)[columns].to(keys.device))
+            pools.write(values, places, layer.values[request.row].transpose(0, 1)[columns].to(values.device))
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,16 @@ class Pages:
         """Keys and values of the columns from `first` on: `[B, heads, columns - first, size]`."""
         results = []
         for pool in (self.pools.keys[layer], self.pools.values[layer]):
-            result = pool.new_zeros(len(self.requests), self.columns - first, *pool.shape[1:])
+            some = self.pools.read(pool, torch.zeros(1, dtype=torch.int64, device=pool.device))
+            result = pool.new_zeros(len(self.requests), self.columns - first, *some.shape[1:])
             for request in self.requests:
                 shown = np.ones(self.columns, dtype=bool)
                 shown[: self.visible.shape[1]] = self.visible[request.row]
                 order = np.cumsum(shown) - 1
                 kept = np.flatnonzero(shown[first:]) + first
                 slots = _slots(request, int(order[-1]) + 1).to(pool.device)
-                result[request.row, kept - first] = pool[slots[torch.from_numpy(order[kept]).to(pool.device)]]
+                places = slots[torch.from_numpy(order[kept]).to(pool.device)]
+                result[request.row, kept - first] = self.pools.read(pool, places)
             results.append(result.transpose(1, 2))
         return results[0], results[1]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from rich.console import Console
@@ -15,7 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 import hf_aspire
 
 from .attention import switch
+from .backends import choose_backend
+from .cache import LayerSpec
 from .capacity import _MEMORY_SHARE, free_memory
+from .config import AspireConfig
 from .models import PACKAGED_MODEL, resolve_dtype
 from .probe import check_model, probe_model
 from .roofline import device_rates
@@ -32,12 +35,14 @@ class Shape:
         name: What to call it in print.
         weight_bytes: All weights.
         kv_bytes: Keys and values of one token; 0 if the model is refused.
+        layers: Shapes of its attention; empty if the model is refused.
         refusal: Why it is refused, or None.
     """
 
     name: str
     weight_bytes: int
     kv_bytes: int
+    layers: tuple[LayerSpec, ...]
     refusal: str | None
 
 
@@ -75,8 +80,8 @@ def model_shape(model: str | None, dtype: torch.dtype | str) -> Shape:
         with switch.on(empty):
             layers = probe_model(empty, _POSITIONS).layers
     except ValueError as error:
-        return Shape(name, weights, 0, str(error))
-    return Shape(name, weights, sum(layer.bytes_per_token for layer in layers), None)
+        return Shape(name, weights, 0, (), str(error))
+    return Shape(name, weights, sum(layer.bytes_per_token for layer in layers), layers, None)
 
 
 def _smollm2_config() -> LlamaConfig:
@@ -105,14 +110,11 @@ def _software() -> list[tuple[str, str]]:
 def _hardware(device: torch.device) -> list[tuple[str, str]]:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        reason = "there are no GPU kernels in this version yet; the reference kernels run on any device"
     else:
         name = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} of {os.cpu_count()} threads"
-        reason = "the reference kernels are the CPU's path"
     rates = device_rates(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
     return [
         ("device", f"{device.type}: {name}"),
-        ("backend", f"torch: {reason}"),
         ("copy bandwidth", f"{rates.bytes_per_second / 1e9:.1f} GB/s read + written, best of 5 copies"),
         ("matrix products", f"{rates.flops_per_second / 1e12:.3g} TFLOP/s, best of 5 square products"),
         ("free memory", f"{free_memory(device) / 2**30:.1f} GiB"),
@@ -124,10 +126,12 @@ def _capacity(model: str | None, device: torch.device, dtype: str) -> list[tuple
     weights = f"{shape.name}: {shape.weight_bytes / 2**20:,.0f} MiB of weights"
     if shape.refusal is not None:
         return [("model", weights), ("supported", f"no: {shape.refusal}")]
+    kernels = choose_backend(AspireConfig(), [replace(layer, device=device) for layer in shape.layers])
     room = max(0, free_memory(device) - shape.weight_bytes) * _MEMORY_SHARE
     return [
         ("model", f"{weights}, {shape.kv_bytes / 2**10:,.1f} KiB of keys and values per token"),
         ("supported", "yes"),
+        ("backend", f"{kernels.name}: {kernels.reason}"),
         (
             "KV that fits",
             f"{room / shape.kv_bytes:,.0f} tokens, beside the weights, in {_MEMORY_SHARE:.0%} of the rest",

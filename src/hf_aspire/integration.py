@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ class _Entry:
     """A call of `generate`, and whether it has arrived at its decoding loop."""
 
     model: PreTrainedModel
-    config: AspireConfig
+    config: AspireConfig = field(default_factory=AspireConfig)
     arrived: bool = False
 
 
@@ -45,11 +45,18 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         if keywords.get("custom_generate") is generate:  # the same request, and here the streamer is in sight
             keywords.pop("custom_generate")
             keywords.setdefault("assistant", "aspire")
-        config = _take_config(self, args, keywords)
-        if config is None:
-            with running(None):
-                return original(self, *args, **keywords)
-        return _enter(original, self, args, keywords, config)
+        entry = _Entry(self)
+        try:
+            config = _take_config(self, args, keywords)
+            if config is not None:
+                entry.config = config
+                return _enter(original, entry, args, keywords)
+        except BaseException:
+            if not entry.arrived:  # else the decoding loop has ended the streamer
+                _end_streamer(args, keywords)
+            raise
+        with running(None):
+            return original(self, *args, **keywords)
 
     return wrapper
 
@@ -188,29 +195,25 @@ def _take_config(model: PreTrainedModel, args: tuple[Any, ...], keywords: dict[s
     return None
 
 
-def _enter(
-    original: Callable[..., Any],
-    model: PreTrainedModel,
-    args: tuple[Any, ...],
-    keywords: dict[str, Any],
-    config: AspireConfig,
-) -> Any:
+def _enter(original: Callable[..., Any], entry: _Entry, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Checks the whole call, then lets Transformers prepare it; `_sample` takes over from there."""
-    named = dict(GENERATE_SIGNATURE.bind(model, *args, **keywords).arguments)
+    named = dict(GENERATE_SIGNATURE.bind(entry.model, *args, **keywords).arguments)
     named = {name: value for name, value in named.items() if name not in ("self", "kwargs")} | named.get("kwargs", {})
-    entry = _Entry(model, config)
+    check_kind(entry.model)
+    check_call(entry.model, named)
     token = _entry.set(entry)
     try:
-        check_kind(model)
-        check_call(model, named)
-        return original(model, **named)
-    except BaseException:
-        streamer = named.get("streamer")
-        if streamer is not None and not entry.arrived:  # else the loop has ended it
-            streamer.end()
-        raise
+        return original(entry.model, **named)
     finally:
         _entry.reset(token)
+
+
+def _end_streamer(args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    """Ends the streamer of a call that failed, so that nobody waits for it."""
+    place = list(GENERATE_SIGNATURE.parameters).index("streamer") - 1  # without self
+    streamer = args[place] if len(args) > place else keywords.get("streamer")
+    if streamer is not None:
+        streamer.end()
 
 
 def _decode(

@@ -65,8 +65,8 @@ def probe_model(model: PreTrainedModel, width: int) -> ModelFacts:
         ValueError: The model attends in a way that is not supported; the class and the reasons are named.
     """
     check_cache(model, width)
-    step, cache = ProbeStep(width), ProbeCache(0)
     tokens, positions = _tokens(model)
+    step, cache = ProbeStep(width, tokens.device), ProbeCache(0)
     logits = _packed_logits(model, tokens, positions, step, cache)
     _judge(model, step)
     layers = tuple(step.specs[index] for index in sorted(step.specs))
@@ -85,7 +85,7 @@ def probe_model(model: PreTrainedModel, width: int) -> ModelFacts:
             )
         _compared[model] = facts
     if cache.asked:
-        other = _packed_logits(model, tokens, positions, ProbeStep(width), ProbeCache(width))
+        other = _packed_logits(model, tokens, positions, ProbeStep(width, tokens.device), ProbeCache(width))
         if not _change(other, logits) <= _TOLERANCE:
             raise refusal(model, "is not supported: it counts the tokens in the cache instead of using position_ids")
     return facts

@@ -46,6 +46,7 @@ class ProbeStep:
 
     Args:
         width: Tokens that the longest row of the call may reach; windows at least as wide are no windows.
+        device: Where the model takes its tokens.
 
     Attributes:
         calls: Layer indices, in the order in which they called.
@@ -53,12 +54,12 @@ class ProbeStep:
         problems: What this package would not honour.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, device: torch.device) -> None:
         self._width = width
         self.calls: list[int] = []
         self.specs: dict[int, LayerSpec] = {}
         self.problems: list[str] = []
-        self._uncommon_mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool)
+        self._uncommon_mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device=device)
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, keywords: dict[str, Any]) -> Tensor:
         """See `AttentionStep`."""
@@ -89,7 +90,7 @@ class ProbeStep:
 
     def mask(self, mask_function: Callable[..., Any] | None) -> Tensor | None:
         """See `AttentionStep`. A mask that is not plain causal is something that no layer may turn up with."""
-        if mask_function is None or _is_causal(mask_function, self._width):
+        if mask_function is None or _is_causal(mask_function, self._width, self._uncommon_mask.device):
             return None
         return self._uncommon_mask
 
@@ -129,13 +130,19 @@ def _attend_rows(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> T
     return output
 
 
-def _is_causal(mask_function: Callable[..., Any], width: int) -> bool:
+def _is_causal(mask_function: Callable[..., Any], width: int, device: torch.device) -> bool:
     """Whether a mask shows each token of a row of `width` tokens all tokens up to itself, and no other."""
-    queries = torch.tensor([0, width // 2, width - 1])[:, None]
-    keys = torch.arange(width)[None]
-    zero = torch.zeros((), dtype=torch.long)
+    place = "cpu" if device.type == "meta" else device  # a model without weights, asked for its shapes
+    queries = torch.tensor([0, width // 2, width - 1], device=place)[:, None]
+    keys = torch.arange(width, device=place)[None]
+    zero = torch.zeros((), dtype=torch.long, device=place)
     try:
         visible = torch.as_tensor(mask_function(zero, zero, queries, keys))
-    except (IndexError, RuntimeError, TypeError, ValueError):  # it reads tensors that are as long as the batch
-        return False
-    return torch.equal(visible.cpu().expand(len(queries), width), keys <= queries)
+        return torch.equal(visible.expand(len(queries), width), keys <= queries)
+    except (
+        IndexError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ):  # it reads tensors of the batch, maybe without values
+        return device.type == "meta"

@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from .arguments import refuse
-from .backends import TorchBackend
+from .backends import Backend, BackendChoice, TorchBackend, choose_backend
 from .cache import AspireCache
 from .call import Call
 from .capacity import page_count
@@ -55,7 +55,8 @@ class Session:
         self, call: Call, prompt: Prompt, requests: list[Request], same_prompt: Sequence[int], facts: ModelFacts
     ) -> None:
         config, (rows, width) = call.config, call.input_ids.shape
-        _check_backend(config)
+        _check_switches(config)
+        kernels = choose_backend(config, facts.layers)
         device = facts.device
         self._call = call
         self._prompt = prompt
@@ -71,7 +72,8 @@ class Session:
             first, requests, config, facts.layers, together=self._together or self._stays or self._keeps_cache
         )
         most = max(pages_for(request.kept, request.limit, config.page_size) for request in requests)
-        cache = self._cache = AspireCache(facts.layers, pages, config.page_size, rows, most)
+        by_head = kernels.name == "triton"
+        cache = self._cache = AspireCache(facts.layers, pages, config.page_size, rows, most, by_head)
         columns = max(width + call.limit + config.max_draft + 1, prompt.positions.shape[1])
         self._history = torch.zeros(rows, columns, dtype=torch.int64, device=device)
         self._history[:, :width] = call.input_ids.to(device)
@@ -86,7 +88,7 @@ class Session:
             self._stays or self._together or self._keeps_cache, call.pad_token if self._stays else None, ahead
         )
         self.engine = Engine(
-            runner=Runner(call.model, cache, TorchBackend(cache, policy), facts.keeps_logits),
+            runner=Runner(call.model, cache, _backend(kernels, cache, facts, policy), facts.keeps_logits),
             cache=cache,
             contexts=contexts,
             planner=Planner(config, schedule, contexts, cache.allocator, bool(policy.draft_layers), after_end),
@@ -179,9 +181,15 @@ class Session:
         return torch.cat([self._call.input_ids, new.to(self._call.input_ids.device)], 1)
 
 
-def _check_backend(config: AspireConfig) -> None:
-    if config.backend == "triton":
-        raise refuse("got backend='triton', expected 'auto' or 'torch': the Triton kernels are not there yet")
+def _backend(choice: BackendChoice, cache: AspireCache, facts: ModelFacts, policy: ContextPolicy) -> Backend:
+    if choice.name == "torch":
+        return TorchBackend(cache, policy)
+    from .triton_backend import TritonBackend  # imports triton, which a CPU need not have
+
+    return TritonBackend(cache, facts.layers, policy)
+
+
+def _check_switches(config: AspireConfig) -> None:
     for name in ("compile", "cuda_graphs"):
         if getattr(config, name) is True:
             raise refuse(f"got {name}=True, expected 'auto' or False: it is not supported yet")

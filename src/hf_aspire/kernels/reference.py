@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import work
+
 Run = tuple[int, int]
 
 _FOLDED_QUERIES = 64
@@ -109,9 +111,7 @@ def sparse_attention(
     k = keys.index_select(0, flat).view(rows, listed, *keys.shape[1:]).transpose(1, 2)
     v = values.index_select(0, flat).view(rows, listed, *values.shape[1:]).transpose(1, 2)
     q = query.view(rows, keys.shape[1], group, query.shape[2])
-    mask = None
-    if rows > 1:
-        mask = (torch.arange(listed, device=slots.device) < lengths[:, None])[:, None, None, :]
+    mask = (torch.arange(listed, device=slots.device) < lengths[:, None])[:, None, None, :]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
     return out.reshape(rows, query.shape[1], values.shape[2])
 
@@ -133,6 +133,73 @@ def select(scores: Tensor, count: int) -> Tensor:
     room = count - better.sum(-1, keepdim=True)
     chosen = better | (equal & (equal.cumsum(-1) <= room))
     return chosen.nonzero()[:, 1].view(scores.shape[0], count)
+
+
+def store_pages(keys: Tensor, values: Tensor, slots: Tensor, new_keys: Tensor, new_values: Tensor) -> None:
+    """As `store_kv` on pools `[pages, Hkv, page size, D or Dv]`; negative slots are not written."""
+    kept = slots >= 0
+    places = slots[kept].long()
+    page, place = places // keys.shape[2], places % keys.shape[2]
+    keys[page, :, place] = new_keys[kept]
+    values[page, :, place] = new_values[kept]
+
+
+def row_places(row: Sequence[int], page_table: Tensor, lists: Tensor) -> Tensor:
+    """Token slots `[L]` of a row's context; `row` is an entry of the row table (see `work`)."""
+    table = (lists if row[work.ROW_LISTED] else page_table)[row[work.ROW_TABLE]].long()
+    token = torch.arange(row[work.ROW_LENGTH], device=table.device)
+    unit = 1 << row[work.ROW_SHIFT]
+    return table[token // unit] * unit + token % unit
+
+
+def paged_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    places: Tensor,
+    start: int,
+    scaling: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of one row, paged or listed, in float64.
+
+    Args:
+        query: `[n, Hq, D]`; query i sees the context tokens 0 ... start + i.
+        keys: Pool `[pages, Hkv, page size, D]`.
+        values: Pool `[pages, Hkv, page size, Dv]`.
+        places: Token slots of the context, `[L]`.
+        start: Context index of the first query.
+        scaling: Softmax scale.
+        window: Tokens that a query sees, itself included; 0: all.
+        softcap: Logits are capped to `softcap * tanh(logit / softcap)`; 0: not.
+        sinks: `[Hq]` logits that take part in the softmax without a value.
+
+    Returns:
+        Output `[n, Hq, Dv]` and softmax weights `[n, Hq, L]`, float64.
+    """
+    count, heads = query.shape[:2]
+    group, size = heads // keys.shape[1], keys.shape[2]
+    k = keys[places // size, :, places % size].double().repeat_interleave(group, 1)
+    v = values[places // size, :, places % size].double().repeat_interleave(group, 1)
+    logits = torch.einsum("nhd,lhd->nhl", query.double(), k) * scaling
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    visible = _visible(count, len(places), start, query.device)
+    if window:
+        visible &= ~_visible(count, len(places), start - window, query.device)
+    logits = logits.masked_fill(~visible[:, None], -torch.inf)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.double()[None, :, None].expand(count, -1, 1)], -1)
+    weights = torch.softmax(logits, -1)[..., : len(places)]
+    return torch.einsum("nhl,lhd->nhd", weights, v), weights
+
+
+def reduce_scores(weights: Tensor, unit: int, by_maximum: bool) -> Tensor:
+    """Softmax weights `[queries, Hq, L]` -> scores `[units]`: over heads, averaged over queries, summed per unit."""
+    score = (weights.amax(1) if by_maximum else weights.mean(1)).mean(0)
+    return F.pad(score, (0, -len(score) % unit)).unflatten(0, (-1, unit)).sum(-1)
 
 
 def _context(pool: Tensor, runs: Sequence[Run]) -> Tensor:

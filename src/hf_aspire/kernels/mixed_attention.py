@@ -1,0 +1,172 @@
+"""Attention of every row kind in one launch: sparse draft rows, decode and verify rows, prompt chunks.
+
+A program does one item of the work list (see `work`) for one KV head. It walks its piece of the row's context: a table
+entry names a unit of tokens, a page or a granule of a sparse list, and the unit's shift is data, so that one program
+serves both. Starts and lengths are read from the device: a CUDA graph serves every mixture of its bucket.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from .attention_kernel import attention_kernel
+from .tiles import Tile
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a layer's attention does beyond the plain softmax; each is compiled in.
+
+    Attributes:
+        window: Tokens that a query sees, itself included; 0: all. Sparse lists have no window.
+        softcap: Logits are capped to `softcap * tanh(logit / softcap)`; 0: not.
+        sinks: `[Hq]` float32 logits that take part in the softmax without a value, or None.
+    """
+
+    window: int = 0
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+
+PLAIN = Variant()
+
+
+@dataclass(frozen=True)
+class Partials:
+    """Results of the pieces of split tiles, and what the scores need.
+
+    Attributes:
+        output: `[partials, Hkv, block_m, Dv]` float32, each normalised by its own sum.
+        lse: `[partials, Hkv, block_m]` float32, log2-sum-exp2 of each piece.
+        row_lse: `[T, Hq]` float32, final log2-sum-exp2 of scored rows.
+    """
+
+    output: Tensor
+    lse: Tensor
+    row_lse: Tensor
+
+    @classmethod
+    def empty(
+        cls, partials: int, tokens: int, heads: tuple[int, int], block_m: int, value_size: int, device: torch.device
+    ) -> Partials:
+        """Room for `partials` pieces and `tokens` packed tokens; heads are (query heads, KV heads)."""
+        query_heads, kv_heads = heads
+        return cls(
+            torch.empty(partials, kv_heads, block_m, value_size, dtype=torch.float32, device=device),
+            torch.empty(partials, kv_heads, block_m, dtype=torch.float32, device=device),
+            torch.empty(tokens, query_heads, dtype=torch.float32, device=device),
+        )
+
+
+def raw_scores_for(
+    slots: int, queries: int, tokens: int, heads: tuple[int, int], tile: Tile, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Room for the logits of scored queries: `[slots, blocks, Hkv, queries * group, block_n]`, see `score_store`.
+
+    Args:
+        slots: Rows that want scores.
+        queries: Most scored queries of a row.
+        tokens: Longest context.
+        heads: Query heads and KV heads.
+        tile: As in `mixed_attention`.
+        dtype: The model's; 16-bit models keep half precision, 2^-11 of a logit.
+        device: Where.
+    """
+    exact = torch.float32 if dtype == torch.float32 else torch.float16
+    shape = (slots, -(-tokens // tile.block_n), heads[1], queries * heads[0] // heads[1], tile.block_n)
+    return torch.empty(shape, dtype=exact, device=device)
+
+
+def mixed_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    lists: Tensor,
+    rows: Tensor,
+    items: Tensor,
+    output: Tensor,
+    partials: Partials,
+    raw_scores: Tensor | None,
+    scaling: float,
+    tile: Tile,
+    variant: Variant = PLAIN,
+) -> None:
+    """Attends all rows; tiles of several pieces still have to go through `combine`.
+
+    Args:
+        query: `[T, Hq, D]`, any strides with contiguous elements.
+        keys: Pool `[pages, Hkv, page size, D]`, contiguous; memory past a row's length is never used.
+        values: Pool `[pages, Hkv, page size, Dv]`, contiguous.
+        page_table: `[requests, pages]` int32.
+        lists: `[lists, capacity]` int32, units of each listed row: unit u holds token slots u * g ... u * g + g - 1.
+        rows: `[R, ROW_COLUMNS]` int32.
+        items: `[bucket, ITEM_COLUMNS]` int32.
+        output: `[T, Hq, Dv]`, written for every row.
+        partials: Scratch.
+        raw_scores: Made by `raw_scores_for`, or None where no row wants scores. Gets the scored queries' logits times
+            log2(e), which `reduce_scores` makes token scores of.
+        scaling: Softmax scale.
+        tile: Shapes of the kernel's blocks.
+        variant: Window, softcap, sinks.
+
+    Raises:
+        ValueError: The pool holds more tokens than the kernel's 32-bit places reach.
+    """
+    kv_heads, page_size, size = keys.shape[1:]
+    if keys.shape[0] * kv_heads * page_size >= 2**31:
+        raise ValueError(
+            f"mixed_attention: got {keys.shape[0]} pages, expected under 2^31 (token, head) pairs per pool"
+        )
+    value_size = values.shape[3]
+    heads = query.shape[1]
+    raw = partials.lse if raw_scores is None else raw_scores  # a pointer that is not used without scores
+    scored = raw_scores is not None
+    kernel = attention_kernel[(kv_heads, items.shape[0])]
+    kernel(
+        query,
+        keys,
+        values,
+        page_table,
+        lists,
+        rows,
+        items,
+        output,
+        partials.output,
+        partials.lse,
+        partials.row_lse,
+        raw,
+        variant.sinks if variant.sinks is not None else partials.lse,
+        scaling,
+        variant.softcap,
+        variant.window,
+        query.stride(0),
+        query.stride(1),
+        output.stride(0),
+        output.stride(1),
+        page_table.stride(0),
+        lists.stride(0),
+        raw.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        PAGE=page_size,
+        D=size,
+        DV=value_size,
+        D_PAD=triton.next_power_of_2(size),
+        DV_PAD=triton.next_power_of_2(value_size),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        SCORED=scored,
+        SCORED_QUERIES=raw.shape[3] * kv_heads // heads if scored else 1,
+        IN_PLACE=raw.dtype == torch.float16 and raw.is_cuda,
+        WINDOW=variant.window > 0,
+        SOFTCAP=variant.softcap > 0,
+        SINKS=variant.sinks is not None,
+        SMALL_M=16 if tile.block_m > 16 >= heads // kv_heads else 0,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )

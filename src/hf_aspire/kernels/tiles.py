@@ -1,0 +1,61 @@
+"""Block shapes of the attention kernel, chosen by hand from one sweep; nothing is tuned at run time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Block shapes of one launch.
+
+    Attributes:
+        block_m: Rows of a tile: queries times heads of a group, padded to a power of two of at least 16.
+        block_n: Context tokens per iteration.
+        warps: Warps per program.
+        stages: Depth of the software pipeline.
+        resident: Programs that a multiprocessor holds at a time; the work is cut so that one wave of them does it.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    resident: int = 2
+
+    def queries(self, group: int) -> int:
+        """Queries that share a tile."""
+        return self.block_m // group
+
+    def slots(self, multiprocessors: int, kv_heads: int) -> int:
+        """Items that run at a time on a device (every item is one program per KV head)."""
+        return max(1, self.resident * multiprocessors // kv_heads)
+
+
+# H200, torch 2.11, triton 3.6, bf16, heads 32 / 8 of 128, 2026-11-29: `benchmarks/bench_attention.py --sweep`.
+# Shares of copy bandwidth: verify B 32 x 16k with 1 query 103 %, with 8 queries 103 %; B 4 x 32k 94 %; 28 drafts
+# beside 4 verify rows x 8 queries 90 %; 64 rows of 1024 listed tokens 91 %; 30 drafts beside 2 rows x 16 82 %.
+_TILES = {
+    16: Tile(16, 64, 2, 2, resident=4),  # three stages: 80 % on short lists, whose pipeline fills slower
+    32: Tile(32, 64, 4, 3),
+    64: Tile(64, 64, 4, 3),
+}
+_WIDE = 256
+"""Bytes of a head beyond which half as many tokens go into a block, so that two programs fit a multiprocessor."""
+
+
+def tile_for(queries: int, group: int, size: int, itemsize: int) -> Tile:
+    """The tile for rows of up to `queries` queries.
+
+    Args:
+        queries: Most queries of a row; more than a tile holds are cut into several tiles.
+        group: Query heads per KV head.
+        size: Head size in elements, the larger of key and value.
+        itemsize: Bytes per element.
+    """
+    block_m = 16
+    while block_m < min(queries * group, 64) or block_m < group:
+        block_m *= 2
+    if size * itemsize > _WIDE:
+        return Tile(block_m, 32, 4, 2)
+    return replace(_TILES[min(block_m, 64)], block_m=block_m)

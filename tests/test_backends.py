@@ -1,0 +1,56 @@
+"""Which kernels a call uses, and that a GPU which has to go without them is told so."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+
+from hf_aspire import AspireConfig
+from hf_aspire.backends import choose_backend
+from hf_aspire.cache import LayerSpec
+
+GPU = LayerSpec(8, 2, 64, 64, torch.bfloat16, torch.device("cuda"), 0.125)
+
+
+def test_a_cpu_runs_the_reference_without_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        choice = choose_backend(AspireConfig(), [dataclasses.replace(GPU, device=torch.device("cpu"))])
+    assert choice.name == "torch"
+    assert "cpu" in choice.reason
+
+
+def test_backend_torch_is_torch_anywhere():
+    assert choose_backend(AspireConfig(backend="torch"), [GPU]).name == "torch"
+
+
+@pytest.mark.parametrize(
+    ("layers", "config", "obstacle"),
+    [
+        ([GPU, dataclasses.replace(GPU, kv_heads=4)], {}, "differ"),
+        ([dataclasses.replace(GPU, dtype=torch.float64)], {}, "float64"),
+        ([GPU], {"page_size": 8}, "pages of 16, 32 or 64"),
+        ([dataclasses.replace(GPU, key_size=512)], {}, "head sizes"),
+        ([dataclasses.replace(GPU, query_heads=64)], {}, "query heads"),
+    ],
+)
+def test_a_gpu_without_its_kernels_is_warned_about_or_refused(layers, config, obstacle, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    with pytest.warns(RuntimeWarning, match=obstacle):
+        assert choose_backend(AspireConfig(**config), layers).name == "torch"
+    with pytest.raises(ValueError, match=f"backend='triton'.*{obstacle}"):
+        choose_backend(AspireConfig(backend="triton", **config), layers)
+
+
+def test_layers_that_differ_in_their_scale_alone_share_the_kernels(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert choose_backend(AspireConfig(), [GPU, dataclasses.replace(GPU, scaling=1.0)]).name == "triton"
+
+
+def test_a_missing_triton_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="triton is not installed"):
+        choose_backend(AspireConfig(backend="triton"), [GPU])
