@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import Any
 
 from torch import nn
@@ -45,6 +46,7 @@ def check_model(model: PreTrainedModel, last_position: int) -> None:
     check_kind(model)
     if any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in model.modules()):
         raise refusal(model, "is in training mode and its dropout is active; call model.eval() first")
+    _warn(model)
     config = model.config.get_text_config(decoder=True)
     for rope in rope_parameters(config):
         boundary = _rope_boundary(rope, config)
@@ -60,6 +62,20 @@ def check_model(model: PreTrainedModel, last_position: int) -> None:
             model,
             f"has {limit} learned positions and this call may reach position {last_position}; "
             "shorten the prompt or lower max_new_tokens",
+        )
+
+
+def _warn(model: PreTrainedModel) -> None:
+    """Warns of what works, but not as its owner may think."""
+    name = type(model).__name__
+    if model.training:
+        warnings.warn(f"{name} is in training mode; call model.eval() before generating", UserWarning, stacklevel=2)
+    if getattr(getattr(model.config, "quantization_config", None), "load_in_8bit", False):
+        warnings.warn(
+            f"{name} is quantised with LLM.int8, whose result for a token depends on the other tokens of its forward: "
+            "verified text may differ from one-by-one decoding beyond rounding",
+            UserWarning,
+            stacklevel=2,
         )
 
 
