@@ -36,6 +36,7 @@ from hf_aspire import AspireConfig, AspireStats
 from hf_aspire.cache import AspireCache
 from hf_aspire.planner import pages_for
 from hf_aspire.request import RowKind
+from hf_aspire.stats import RowRecord
 from hf_aspire.testing import forced_drafts
 
 TOKEN_BYTES = 3 * 2 * 2 * 16 * 8  # layers, key and value, heads, size, float64
@@ -204,6 +205,32 @@ def test_no_draft_goes_beyond_max_draft_or_the_last_token_but_one(model: LlamaFo
                 longest = max(longest, row.queries - 1)
             committed[row.request] += row.committed
     assert longest == 5
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_every_verified_draft_counts_as_drafted_unless_it_stands_behind_a_stop(
+    model: LlamaForCausalLM, share: float
+) -> None:
+    """A round of five drafts that keeps two is (5, 2): what was drafted behind the rejection was drafted in vain."""
+    batch, width, new = ragged(LENGTHS), max(LENGTHS), 14
+    text = plain(model, batch, max_new_tokens=new)
+    end = int(text[3, width + 9])
+    for ends in (None, [end]):
+        with forced_drafts(mixed_drafts(text, width, share)):
+            stats = aspire(model, batch, small(schedule="fixed"), max_new_tokens=new, eos_token_id=ends).stats
+        for step in stats.timeline:
+            for row in step.rows:
+                if row.kind is not RowKind.VERIFY:
+                    continue
+                stopped = stats.committed[row.request] < new and row is last_row(stats, row.request)
+                behind = max(0, row.queries - 1 - row.committed) if stopped else 0
+                assert row.drafted == row.queries - 1 - behind
+        assert sum(stats.drafted) <= stats.rows_drafted
+
+
+def last_row(stats: AspireStats, request: int) -> RowRecord:
+    """The record of a request's last row."""
+    return [row for step in stats.timeline for row in step.rows if row.request == request][-1]
 
 
 @pytest.mark.parametrize("new", [1, 2])

@@ -117,12 +117,12 @@ def _rope_boundary(rope: dict[str, Any], config: Any) -> int | None:
 
 def _learned_positions(model: PreTrainedModel) -> int | None:
     """Positions of the smallest table of a model that looks them up; None if it computes them."""
-    words = model.get_input_embeddings()
+    words, decoder = model.get_input_embeddings(), model.get_decoder()  # a vision tower has tables of its own
     sizes = [
         module.num_embeddings - int(getattr(module, "offset", 0))
-        for name, module in model.named_modules()
+        for name, module in decoder.named_modules()
         if isinstance(module, nn.Embedding) and module is not words and ("pos" in name or "wpe" in name)
     ]
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    sizes += [len(b) for name, b in model.named_buffers() if "pos" in name and b.ndim == 2 and len(b) == limit]
+    sizes += [len(b) for name, b in decoder.named_buffers() if "pos" in name and b.ndim == 2 and len(b) == limit]
     return min(sizes, default=None)

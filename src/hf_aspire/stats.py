@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CAPTION = (
-    "Each lane is one request: it guesses tokens quickly, reading only a small part of the text (low blue blocks), "
-    "then one check with the whole text\n(tall bar) keeps the right guesses and adds one token of its own, so the "
-    "filled height of a bar is the number of tokens gained."
+    "Each lane is one request: it guesses tokens one by one, reading only a small part of the text (low blue blocks). "
+    "Then one check with the whole text\n(tall bar) keeps the guesses up to the first wrong one and adds one token of "
+    "its own, so the filled height of a bar is the number of tokens gained."
 )
 STYLES = {  # face colour, edge colour, legend
     "prefill": ("#c9c9c9", "none", "reading the prompt"),
