@@ -71,12 +71,12 @@ class ContextPolicy:
 
 
 def resolved_context(config: AspireConfig) -> str:
-    """The policy behind `context="auto"`: the best of `benchmarks/results/acceptance.csv`."""
+    """The policy behind `context="auto"`: none keeps more tokens for as many reads (docs/acceptance.md)."""
     return "verify" if config.context == "auto" else config.context
 
 
 def resolved_granularity(config: AspireConfig) -> int:
-    """The unit behind `granularity="auto"`: single tokens, the best of `benchmarks/results/acceptance.csv`."""
+    """The unit behind `granularity="auto"`: single tokens; no other is ahead beyond noise (docs/acceptance.md)."""
     return 1 if config.granularity == "auto" else int(config.granularity)
 
 
