@@ -57,14 +57,12 @@ def compare(loaded: LoadedModel, lengths: list[int], schedules: list[AspireConfi
 def describe(plain: Run, run: Run, config: AspireConfig) -> dict[str, Any]:
     """What one configuration did on one batch."""
     found: list[Difference] = differences(plain, run)
-    assert run.stats is not None
     return {
         "context": config.context,
         "schedule": config.schedule,
         "rows": len(plain.tokens),
         "new_tokens": run.new_tokens,
         "rows_identical": len(plain.tokens) - len(found),
-        "acceptance_rate": run.stats.acceptance_rate,
         "gaps_at_first_differences": sorted(d.gap for d in found),
         "positions_of_first_differences": [d.position for d in found],
     }
@@ -92,15 +90,14 @@ def main(
     )
 
     table = Table(
-        "dtype", "schedule", "context", "rows identical", "acceptance", "largest gap where a row leaves plain"
+        "dtype", "schedule", "context", "rows identical", "largest gap where a row leaves plain"
     )
     for dtype, rows in found.items():
         for row in rows:
             gaps = row["gaps_at_first_differences"]
             largest = f"{max(gaps):.2e}" if gaps else "-"
             same = f"{row['rows_identical']} of {row['rows']}"
-            rate = f"{row['acceptance_rate']:.1%}"
-            table.add_row(dtype, row["schedule"], row["context"], same, rate, largest)
+            table.add_row(dtype, row["schedule"], row["context"], same, largest)
     Console(width=120).print(table)
     if output is not None:
         name = torch.cuda.get_device_name() if full.model.device.type == "cuda" else "cpu"

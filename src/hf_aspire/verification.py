@@ -35,6 +35,7 @@ class Verified:
         record: Its entry in the statistics; None behind the end of its text.
         scores: Attention scores for the next sparse context, or None.
         tokens: Tokens decided so far.
+        stopped: Whether its last one ends the text.
     """
 
     request: Request
@@ -44,17 +45,18 @@ class Verified:
     record: RowRecord | None
     scores: Tensor | None = None
     tokens: list[int] = field(default_factory=list)
+    stopped: bool = False
 
     @property
     def drafted(self) -> int:
-        """Drafts that were judged: those behind the last decided token do not count."""
-        return min(len(self.drafts), len(self.tokens))
+        """Drafts that count: all of them, but for those behind the end of the text."""
+        return min(len(self.drafts), len(self.tokens)) if self.stopped else len(self.drafts)
 
     @property
     def accepted(self) -> int:
         """Leading drafts that were kept."""
-        pairs = enumerate(zip(self.drafts, self.tokens, strict=False))
-        return next((k for k, (draft, token) in pairs if draft != token), self.drafted)
+        pairs = list(zip(self.drafts, self.tokens, strict=False))
+        return next((k for k, (draft, token) in enumerate(pairs) if draft != token), len(pairs))
 
 
 @dataclass(slots=True)
@@ -179,6 +181,7 @@ class OwnPace:
                 tokens, stopped = tokens[: place + 1], True
                 break
         row.tokens += tokens
+        row.stopped = stopped
         return Decision(row, tokens, over=True, stopped=stopped)
 
 
@@ -232,7 +235,7 @@ class ColumnByColumn:
                 decision.tokens.append(tokens[index])
                 row.tokens.append(tokens[index])
                 decision.over = len(row.tokens) > len(row.drafts) or row.drafts[len(row.tokens) - 1] != tokens[index]
-                decision.stopped = stopped[index]
+                decision.stopped = row.stopped = stopped[index]
                 if decision.over or all(stopped):
                     decision.over = True
                     row.request.waiting = False

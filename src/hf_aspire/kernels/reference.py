@@ -128,6 +128,7 @@ def select(scores: Tensor, count: int) -> Tensor:
     """
     if count == 0:
         return torch.zeros(scores.shape[0], 0, dtype=torch.int64, device=scores.device)
+    scores = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)  # NaN is chosen last
     threshold = torch.topk(scores, count, dim=-1).values[:, -1:]
     better, equal = scores > threshold, scores == threshold
     room = count - better.sum(-1, keepdim=True)
