@@ -181,14 +181,14 @@ def draw(path: Path, found: Sequence[Row], title: str, budget: int) -> None:
         at = [units.index(r["granularity"]) if r["granularity"] else (len(units) - 1) / 2 for r in of_budget]
         gains, errors = [r["tokens_gain"] for r in of_budget], [r["tokens_gain_se"] for r in of_budget]
         by_unit.errorbar([x + 0.1 * (place - 1.5) for x in at], gains, errors, linestyle="", **style)
-    by_depth.set(xlabel="draft depth", ylabel="acceptance", title=f"acceptance by depth ({budget} tokens, units of 1)")
+    by_depth.set(xlabel="draft depth", ylabel="acceptance", title=f"acceptance, granularity 1, budget {budget}")
     by_reads.set(xlabel="KV tokens read per draft, mean over layers", ylabel="expected accepted tokens")
-    by_reads.set(title=f"expected accepted tokens of {len(depths)} (units of 1)", xscale="log")
+    by_reads.set(title=f"expected accepted tokens of {len(depths)}, granularity 1", xscale="log")
     by_reads.set_xticks([256, 512, 1024], ["256", "512", "1024"])
     by_reads.minorticks_off()
     by_unit.axhline(0, color="black", linewidth=0.8)
     by_unit.set(xlabel="granularity in tokens (window has none)", ylabel="difference in expected accepted tokens")
-    by_unit.set(title=f"paired difference to verify with units of 1 ({budget} tokens)")
+    by_unit.set(title=f"paired difference to verify 1, budget {budget}")
     by_unit.set_xticks(range(len(units)), [str(unit) for unit in units])
     for axes in (by_depth, by_reads, by_unit):
         axes.grid(alpha=0.3)

@@ -89,9 +89,7 @@ def main(
         rounded, lengths, [exact[0], AspireConfig(schedule="staggered", min_pages=8, recent_pages=4)]
     )
 
-    table = Table(
-        "dtype", "schedule", "context", "rows identical", "largest gap where a row leaves plain"
-    )
+    table = Table("dtype", "schedule", "context", "rows identical", "largest gap where a row leaves plain")
     for dtype, rows in found.items():
         for row in rows:
             gaps = row["gaps_at_first_differences"]

@@ -8,7 +8,15 @@ import pytest
 import torch
 from kit import VOCABULARY, ragged, small
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+)
 
 import hf_aspire
 from hf_aspire import AspireConfig, AspireOutput
@@ -308,13 +316,15 @@ def test_neighbouring_tokens_may_meet_in_attention_only() -> None:
 
 def test_training_mode_is_fine_as_long_as_nothing_is_random() -> None:
     model = build("llama").train()
-    check_equal(model)
+    with pytest.warns(UserWarning, match="LlamaForCausalLM is in training mode"):
+        check_equal(model)
     model.eval()
     check_refused(build("llama", attention_dropout=0.1).train(), r"model.eval\(\)")
     check_refused(build("gpt2").train(), r"dropout is active; call model.eval\(\)")
     opt = build("opt")  # functional dropout, which no module shows
     check_equal(opt)
-    check_refused(opt.train(), r"call model.eval\(\)")
+    with pytest.warns(UserWarning, match="training mode"):
+        check_refused(opt.train(), r"call model.eval\(\)")
 
 
 def test_a_model_is_compared_with_itself_once() -> None:
@@ -362,8 +372,29 @@ def test_a_model_without_weights_tells_its_shapes() -> None:
         probe_model(build(model_type, **overrides).to("meta"), WIDTH)
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("llama", True), ("gemma 3", True), ("deepseek 3", False), ("gemma 3n, shared keys and values", False)],
+)
+def test_caches_that_hold_something_else_than_attention_reads_are_known(name: str, expected: bool) -> None:
+    model_type, overrides = EQUAL[name]
+    assert probe_model(build(model_type, **overrides), WIDTH).caches_attended is expected
+
+
 def test_a_model_with_one_layer_is_served() -> None:
     check_equal(build("llama", num_hidden_layers=1))
+
+
+def test_text_alone_of_a_model_that_can_see() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(**sizes, image_size=16, patch_size=8)
+    torch.manual_seed(0)
+    text = build("llama").config
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_id=VOCABULARY - 1, pad_token_id=0)
+    model = LlavaForConditionalGeneration(config).double().eval()
+    check_equal(model)
+    with pytest.raises(ValueError, match="pixel_values"):
+        aspire(model, pixel_values=torch.zeros(1, 3, 16, 16))
 
 
 def test_modules_without_attention_do_not_disturb() -> None:

@@ -452,7 +452,7 @@ def test_generate_draws_from_plains_processed_distribution(
     model: LlamaForCausalLM, twenty_thousand: tuple[Tensor, float]
 ) -> None:
     texts, rate = twenty_thousand
-    assert 0.3 < rate < 0.95
+    assert 0.15 < rate < 0.95  # rounds of every fate
     tokens = texts.flatten(0, 1)
     for position, expected in enumerate(marginals(model, ragged([PROMPT])["input_ids"], 4)):
         assert total_variation(count(tokens[:, position]), expected) < 0.03

@@ -17,6 +17,7 @@ from .compat import (
     PreTrainedModel,
     merged_generation_config,
 )
+from .config import AspireConfig
 
 # Fields of GenerationConfig that work as in plain `generate`: through the prepared inputs, the stock logits processors
 # made from them, the length limit and the end tokens.
@@ -64,6 +65,32 @@ def check_assistant(assistant: Any) -> bool:
     if assistant != "aspire":
         raise ValueError(f"generate(assistant=...): got {assistant!r}, expected 'aspire' or None")
     return True
+
+
+def take_config(model: PreTrainedModel, args: tuple[Any, ...], keywords: dict[str, Any]) -> AspireConfig | None:
+    """Takes `assistant` and `aspire_config` out of the keywords; None if the call does not ask for aspire.
+
+    What is not passed may stand in the generation config that is passed, or in the model's own.
+
+    Raises:
+        ValueError: An unknown assistant, or settings that nobody would read.
+    """
+    passed = args[1] if len(args) > 1 else keywords.get("generation_config")
+    sources = (passed, getattr(model, "generation_config", None))
+
+    def take(name: str) -> tuple[Any, bool]:
+        if name in keywords:
+            return keywords.pop(name), True
+        values = (getattr(source, name, None) for source in sources)
+        return next((value for value in values if value is not None), None), False
+
+    assistant, _ = take("assistant")
+    settings, explicit = take("aspire_config")
+    if check_assistant(assistant):
+        return AspireConfig.of(settings)
+    if explicit and settings is not None:
+        raise ValueError("generate(aspire_config=...): got it without assistant='aspire'; pass both")
+    return None
 
 
 def check_call(model: PreTrainedModel, named: dict[str, Any]) -> None:

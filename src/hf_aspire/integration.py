@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .arguments import check_assistant, check_call, check_config, refuse
+from .arguments import check_assistant, check_call, check_config, refuse, take_config
 from .attention import running
 from .call import Call
 from .compat import GENERATE_SIGNATURE, PreTrainedModel
@@ -47,7 +47,7 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             keywords.setdefault("assistant", "aspire")
         entry = _Entry(self)
         try:
-            config = _take_config(self, args, keywords)
+            config = take_config(self, args, keywords)
             if config is not None:
                 entry.config = config
                 return _enter(original, entry, args, keywords)
@@ -169,32 +169,6 @@ def _patched() -> Iterator[None]:
         _remove()
 
 
-def _take_config(model: PreTrainedModel, args: tuple[Any, ...], keywords: dict[str, Any]) -> AspireConfig | None:
-    """Takes `assistant` and `aspire_config` out of the keywords; None if the call does not ask for aspire.
-
-    What is not passed may stand in the generation config that is passed, or in the model's own.
-
-    Raises:
-        ValueError: An unknown assistant, or settings that nobody would read.
-    """
-    passed = args[1] if len(args) > 1 else keywords.get("generation_config")
-    sources = (passed, getattr(model, "generation_config", None))
-
-    def take(name: str) -> tuple[Any, bool]:
-        if name in keywords:
-            return keywords.pop(name), True
-        values = (getattr(source, name, None) for source in sources)
-        return next((value for value in values if value is not None), None), False
-
-    assistant, _ = take("assistant")
-    settings, explicit = take("aspire_config")
-    if check_assistant(assistant):
-        return AspireConfig.of(settings)
-    if explicit and settings is not None:
-        raise ValueError("generate(aspire_config=...): got it without assistant='aspire'; pass both")
-    return None
-
-
 def _enter(original: Callable[..., Any], entry: _Entry, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Checks the whole call, then lets Transformers prepare it; `_sample` takes over from there."""
     named = dict(GENERATE_SIGNATURE.bind(entry.model, *args, **keywords).arguments)
@@ -230,6 +204,8 @@ def _decode(
     """The decoding loop in the place of `_sample`, with its signature."""
     if synced_gpus:
         raise refuse("got synced_gpus=True, which is not supported")
+    if not model_keywords.get("mm_encoder_outputs"):  # of a model that may see, but was shown nothing
+        model_keywords.pop("mm_encoder_outputs", None)
     check_config(generation_config)
     entry.arrived = True
     return run(

@@ -40,12 +40,15 @@ class ModelFacts:
         keeps_logits: Whether the forward computes logits for chosen tokens only (`logits_to_keep`).
         vocabulary: Size of the logits' last dimension.
         device: Where the model takes its input.
+        caches_attended: Whether plain's cache holds, in every layer, the keys and values that attention reads. Not so
+            where latents are cached and expanded later, or where layers share keys and values.
     """
 
     layers: tuple[LayerSpec, ...]
     keeps_logits: bool
     vocabulary: int
     device: torch.device
+    caches_attended: bool
 
 
 # What a model object was when its logits were compared. Whether they agree depends on its code and layers, so once per
@@ -70,7 +73,12 @@ def probe_model(model: PreTrainedModel, width: int) -> ModelFacts:
     logits = _packed_logits(model, tokens, positions, step, cache)
     _judge(model, step)
     layers = tuple(step.specs[index] for index in sorted(step.specs))
-    facts = ModelFacts(layers, model._supports_logits_to_keep(), logits.shape[-1], tokens.device)
+    attended = {
+        index: ((1, layer.kv_heads, TOKENS, layer.key_size), (1, layer.kv_heads, TOKENS, layer.value_size))
+        for index, layer in enumerate(layers)
+    }
+    keeps_logits = model._supports_logits_to_keep()
+    facts = ModelFacts(layers, keeps_logits, logits.shape[-1], tokens.device, cache.updates == attended)
     if logits.is_meta:
         return facts
     if model.training or _compared.get(model) != facts:

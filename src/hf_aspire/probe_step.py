@@ -28,12 +28,19 @@ class ProbeCache(AspireCache):
 
     Attributes:
         asked: Whether the model wanted to know, although it was given positions.
+        updates: Shapes of the keys and values that it was given, by layer index.
     """
 
     def __init__(self, length: int) -> None:
         super().__init__()
         self._length = length
         self.asked = False
+        self.updates: dict[int, tuple[torch.Size, torch.Size]] = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """See `AspireCache`."""
+        self.updates[layer_idx] = (key_states.shape, value_states.shape)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """See `AspireCache`."""
