@@ -1,5 +1,6 @@
 """The `hf-aspire` command on a tiny model: what it prints, what it refuses, and how it exits."""
 
+import importlib.metadata
 import re
 from pathlib import Path
 
@@ -118,7 +119,7 @@ def test_doctor_shows_versions_device_backend_and_capacity():
     result = run("doctor", "--device", "cpu")
     assert result.exit_code == 0, result.output
     text = words(result.output)
-    assert f"torch {torch.__version__}" in text
+    assert f"torch {importlib.metadata.version('torch')}" in text
     assert "torch:" in text
     assert re.search(r"[\d.]+ GB/s", text)
     assert "513 MiB of weights" in text  # 134.5 million float32

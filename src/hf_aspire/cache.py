@@ -90,6 +90,12 @@ class AspireCache(Cache):
         """The packed tokens themselves."""
         return query_length, 0
 
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: no limit that Transformers would have to know of."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in older versions
+
     # What the engine asks of it
 
     def assign(self, slot: int, pages: Sequence[int]) -> None:
