@@ -219,7 +219,7 @@ def test_packed_positions_are_processed_as_plain_would_one_by_one(name: str) -> 
     width, size = 6, 8  # few tokens, so that repetitions abound
     history = torch.randint(0, size, (4, 20), generator=random_numbers)
     known = processors(history)
-    several = ["repetition", "bias", "bad words", "min new tokens", "decay", "no repeat", "temperature"]
+    several = ["repetition", "bias", "bad words", "decay", "min new tokens", "no repeat", "temperature", "top p"]
     used = [known[n] for n in (several if name == "several" else [name])]
     places = [(2, 0), (2, 1), (2, 2), (0, 4), (3, 1), (3, 2), (3, 3), (1, 2), (1, 7)]
     logits = 3 * torch.randn(len(places), size, generator=random_numbers, dtype=torch.float64)
