@@ -88,9 +88,9 @@ def _run_all(
     floor, usual_floor = MIN_PAGES * config.page_size, AspireConfig.min_pages * config.page_size
     console.print(
         f"\n[bold]3/3 ASPIRE[/]. A draft reads {SPARSITY:.0%} of a context, at least {floor} tokens (the default "
-        f"floor of {usual_floor} is for longer texts). A small batch "
-        "on a CPU does not wait for its keys and values, so speculation has little to gain here; to show it at work, "
-        f"the scheduler is told the costs of a machine where it does:\n{profile.describe()}."
+        f"floor of {usual_floor} is for longer texts). For a small batch on a CPU arithmetic takes the time, not the "
+        "reading of keys and values, and speculation does not pay. To show it at work, the scheduler is told the "
+        f"costs of a machine where it does:\n{profile.describe()}."
     )
     aspire = run_aspire(model, inputs, max_new_tokens, config, do_sample=False)
     return Runs(plain, autoregressive, aspire)
