@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from kit import (
     PAD,
     POLICIES,
@@ -21,6 +22,7 @@ from kit import (
     tiny_llama,
     wrong_drafts,
 )
+from packaging.version import Version
 from torch import Tensor
 from transformers import LlamaForCausalLM, StoppingCriteria
 from transformers.generation import logits_process as stock
@@ -177,7 +179,7 @@ def test_scores_that_are_all_minus_infinity_are_an_error_when_sampling(model: Ll
 def processors(history: Tensor) -> dict[str, stock.LogitsProcessor]:
     """One of every stock processor that is applied to drafts."""
     prompt = history[:, :6]
-    return {
+    known = {
         "temperature": stock.TemperatureLogitsWarper(0.7),
         "top k": stock.TopKLogitsWarper(3),
         "top p": stock.TopPLogitsWarper(0.8),
@@ -201,7 +203,12 @@ def processors(history: Tensor) -> dict[str, stock.LogitsProcessor]:
         "forced end": stock.ForcedEOSTokenLogitsProcessor(10, [2]),
         "decay": stock.ExponentialDecayLengthPenalty((2, 1.4), [2], 6),
         "suppress at begin": stock.SuppressTokensAtBeginLogitsProcessor([1, 2], 6),
+        "repetition behind the prompt": stock.RepetitionPenaltyLogitsProcessor(1.7, 5),
     }
+    if Version(transformers.__version__) >= Version("5.24"):  # a length per row of the batch
+        ignored = torch.tensor([6, 2, 5, 0])[: len(history)]
+        known["repetition behind each prompt"] = stock.RepetitionPenaltyLogitsProcessor(1.7, ignored)
+    return known
 
 
 def as_plain(used: list[Any], history: Tensor, width: int, logits: Tensor, row: int, position: int) -> Tensor:

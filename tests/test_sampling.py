@@ -89,6 +89,20 @@ def test_the_chi_square_probability_is_that_of_the_tables() -> None:
 # ---- the batched sampler
 
 
+def test_greedy_takes_plains_argmax_where_scores_are_equal_or_strange() -> None:
+    """The first of equals, also of equally low ones; a NaN counts as the highest, and is told."""
+    nan, inf = torch.nan, torch.inf
+    scores = torch.tensor([[1.0, 3, 3, 2], [-inf] * 4, [0, nan, inf, nan], [0, inf, 2, inf], [-0.0, 0.0, 0, -1]])
+    scores = torch.cat([scores, torch.randint(0, 9, (95, 4), generator=torch.Generator().manual_seed(0)).float()])
+    draws = Draws(*torch.zeros(3, 100, dtype=torch.int64))
+    outcome = ArgmaxSampler(sample=False).verify(
+        scores, draws, torch.zeros(100, 0, dtype=torch.int64), torch.ones(100, dtype=torch.int64), torch.arange(100)
+    )
+    assert torch.equal(outcome.tokens[:, 0], scores.argmax(-1))
+    torch.testing.assert_close(outcome.best, scores.amax(-1), equal_nan=True)
+    assert outcome.best[2].isnan()
+
+
 def scores_by_token(seed: int, processors: list[Callable[[Tensor, Tensor], Tensor]]) -> tuple[Tensor, Tensor]:
     """Processed scores of a target and of a draft that resembles it, `[last token, V]` each."""
     generator = torch.Generator().manual_seed(seed)

@@ -2,7 +2,7 @@
 
 Plain processes one column of the padded batch at a time. Here a step holds several columns, and rows at different
 ones. Warpers look at the scores alone and run once for all positions; processors that look at the text run once per
-column, on the whole padded batch as plain shows it, with every row's own prefix (drafts included).
+column, on the rows that stand there, each with its own padded prefix (drafts included).
 """
 
 from __future__ import annotations
@@ -28,14 +28,12 @@ _WARPERS = (
     stock.SuppressTokensLogitsProcessor,
     *([stock.TopHLogitsWarper] if hasattr(stock, "TopHLogitsWarper") else []),
 )
-# Pure functions of a row's own text and scores, and of the row's index.
+# Pure functions of a row's own text and scores.
 _READERS = (
     stock.MinLengthLogitsProcessor,
     stock.MinNewTokensLengthLogitsProcessor,
     stock.RepetitionPenaltyLogitsProcessor,
-    stock.EncoderRepetitionPenaltyLogitsProcessor,
     stock.NoRepeatNGramLogitsProcessor,
-    stock.EncoderNoRepeatNGramLogitsProcessor,
     stock.SequenceBiasLogitsProcessor,
     stock.NoBadWordsLogitsProcessor,
     stock.ForcedBOSTokenLogitsProcessor,
@@ -43,11 +41,13 @@ _READERS = (
     stock.ExponentialDecayLengthPenalty,
     stock.SuppressTokensAtBeginLogitsProcessor,
 )
+# Pure functions of the row's index too: they keep every row's prompt.
+_BATCH_READERS = (stock.EncoderRepetitionPenaltyLogitsProcessor, stock.EncoderNoRepeatNGramLogitsProcessor)
 
 
 def pure_processors(processors: Sequence[Any]) -> list[Any]:
     """The stock processors without state among them; a subclass counts as user code."""
-    return [p for p in processors if type(p) in _WARPERS + _READERS]
+    return [p for p in processors if type(p) in _WARPERS + _READERS + _BATCH_READERS]
 
 
 class Processing:
@@ -84,15 +84,33 @@ class Processing:
         return scores
 
     def _by_column(self, processor: Any, scores: Tensor, rows: Sequence[int], positions: Sequence[int]) -> Tensor:
-        everybody = list(range(self._history.shape[0]))
-        if list(rows) == everybody and len(set(positions)) == 1:  # plain decoding in step: the batch as it is
-            return processor(self._history[:, : self._width + positions[0]], scores)
+        members: dict[int, list[int]] = {}
+        for k, position in enumerate(positions):
+            members.setdefault(position, []).append(k)
+        apply = self._on_batch if _knows_rows(processor) else self._on_rows
+        if len(members) == 1:
+            return apply(processor, scores, rows, positions[0])
         result = torch.empty_like(scores)
-        for position in sorted(set(positions)):
-            members = [k for k, p in enumerate(positions) if p == position]
-            present = [rows[k] for k in members]
-            # Rows that are not at this column take part with zeros: the processor is pure, so they change nothing.
-            batch = scores.new_zeros(len(everybody), scores.shape[1])
-            batch[present] = scores[members]
-            result[members] = processor(self._history[:, : self._width + position], batch)[present]
+        for position, chosen in members.items():
+            first, last = chosen[0], chosen[-1] + 1
+            place = slice(first, last) if last - first == len(chosen) else chosen  # a view where it can be one
+            result[place] = apply(processor, scores[place], [rows[k] for k in chosen], position)
         return result
+
+    def _on_rows(self, processor: Any, scores: Tensor, rows: Sequence[int], position: int) -> Tensor:
+        """Scores `[n, V]` of rows at one column, by a processor to which a row is its text and its scores."""
+        return processor(self._history[list(rows), : self._width + position], scores)
+
+    def _on_batch(self, processor: Any, scores: Tensor, rows: Sequence[int], position: int) -> Tensor:
+        """The same by a processor that tells rows apart by their index in the batch.
+
+        Rows that are not at this column take part with zeros: the processor is pure, so they change nothing.
+        """
+        batch = scores.new_zeros(self._history.shape[0], scores.shape[1])
+        batch[list(rows)] = scores
+        return processor(self._history[:, : self._width + position], batch)[list(rows)]
+
+
+def _knows_rows(processor: Any) -> bool:
+    """Whether a reader keeps something for every row of the batch."""
+    return type(processor) in _BATCH_READERS or isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)

@@ -154,8 +154,7 @@ class OwnPace:
         slots = torch.tensor([row.request.row for row in rows], device=device)
         draws = draws_for(owners, positions, device)
         outcome = self._sampler.verify(scores, draws, drafts.long(), torch.tensor(counts, device=device), slots)
-        accepted, tokens = outcome.accepted.tolist(), outcome.tokens.tolist()
-        best = scores.amax(-1).tolist()  # NaN if any score of the position is
+        accepted, tokens, best = outcome.accepted.tolist(), outcome.tokens.tolist(), outcome.best.tolist()
         decisions = []
         first = 0
         for index, row in enumerate(rows):
