@@ -305,6 +305,13 @@ def test_a_replaced_draft_counts_as_proposed_with_probability_one() -> None:
     assert chi_square_p(one_round(p, q, 50_000, forced=2), outcomes(p, one_hot)) > 0.001
 
 
+@pytest.mark.parametrize("q", [torch.nan, 0.0])
+def test_a_draft_from_scores_without_a_number_leaves_a_draw_from_the_target(q: float) -> None:
+    """In half precision a sparse context may overflow where the whole one does not."""
+    p, first = torch.tensor([0.4, 0.3, 0.2, 0.1]).double(), torch.tensor([1.0, 0, 0, 0]).double()
+    assert chi_square_p(one_round(p, torch.full((4,), q).double(), 50_000), outcomes(p, first)) > 0.001
+
+
 def test_forced_drafts_leave_the_distribution_of_rejection_as_it_is() -> None:
     target, draft = scores_by_token(5, PROCESSORS["none"])
     rows = 20_000

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -102,6 +103,7 @@ class TorchBackend:
         numbered = list(zip(range(len(batch.rows)), batch.rows, batch.offsets, strict=True))
         self._full = [entry for entry in numbered if entry[1].kind is not RowKind.DRAFT]
         self._drafts = [entry for entry in numbered if entry[1].kind is RowKind.DRAFT]
+        self._verifies = any(row.kind is RowKind.VERIFY for row in batch.rows)
         self._scores: dict[int, Tensor] = {}
         for index, row, _ in numbered:
             if row.scored:
@@ -112,7 +114,10 @@ class TorchBackend:
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """See `Backend`."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
-        write_slots, draft_index, slots, lengths = self._on(key.device)
+        write_slots, draft_index, slots, lengths, first = self._on(key.device)
+        lost = reference.spoiled(key, value, first)[:, None, None] if self._verifies else None
+        if lost is not None:
+            key, value = key.masked_fill(lost, 0), value.masked_fill(lost, 0)
         reference.store_kv(keys, values, write_slots, key, value)
         output = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
         full = list(self._full)
@@ -126,7 +131,7 @@ class TorchBackend:
         for index, row, offset in full:
             queries = query[offset : offset + row.queries]
             output[offset : offset + row.queries] = self._full_row(layer, index, row, queries, scaling)
-        return output
+        return output if lost is None else output.masked_fill_(lost, torch.nan)
 
     def scores(self, row: int) -> Tensor:
         """See `Backend`."""
@@ -164,8 +169,18 @@ class TorchBackend:
                 self._batch.draft_index.to(device),
                 (sparse.slots if sparse else empty).to(device),
                 (sparse.lengths if sparse else empty).to(device),
+                _first_tokens(self._batch).to(device),
             )
         return self._placed[device]
+
+
+def _first_tokens(batch: MixedBatch) -> Tensor:
+    """`[T]` int64: for the tokens of a verify row its first one, for all others the token itself."""
+    first = np.arange(batch.tokens)
+    for row, offset in zip(batch.rows, batch.offsets, strict=True):
+        if row.kind is RowKind.VERIFY:
+            first[offset : offset + row.queries] = offset
+    return torch.from_numpy(first)
 
 
 class BackendStep:

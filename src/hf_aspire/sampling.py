@@ -17,6 +17,7 @@ from enum import IntEnum
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15, the increment of SplitMix64
@@ -187,8 +188,10 @@ class RejectionSampler:
 
     def draft(self, scores: Tensor, draws: Draws, slots: Tensor, depths: Tensor) -> Tensor:
         """See `Sampler`."""
-        self._proposed[slots, depths] = torch.softmax(scores, -1)
-        return _draw(scores, draws, Purpose.DRAFT)
+        proposed, tokens = torch.softmax(scores, -1), _draw(scores, draws, Purpose.DRAFT)
+        surely = F.one_hot(tokens, scores.shape[1]).to(proposed)  # scores without a number leave nothing to chance
+        self._proposed[slots, depths] = torch.where(proposed.isnan(), surely, proposed)
+        return tokens
 
     def replace(self, slot: int, depth: int, token: int) -> None:
         """Records that a draft was put in place of the drawn one: it was proposed with probability one."""

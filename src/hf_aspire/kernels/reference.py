@@ -28,6 +28,26 @@ def store_kv(keys: Tensor, values: Tensor, slots: Tensor, new_keys: Tensor, new_
     values.index_copy_(0, slots, new_values)
 
 
+def spoiled(new_keys: Tensor, new_values: Tensor, first: Tensor) -> Tensor:
+    """Which packed tokens stand at or behind a draft whose keys or values are not finite (it overflowed, say).
+
+    A masked weight of 0 times NaN is NaN: such a draft would reach the queries before it, which plain decoding never
+    shows it. It must be stored as something finite, and what it and the tokens behind it attend to must be NaN, as in
+    plain decoding, which comes there only by feeding it.
+
+    Args:
+        new_keys: `[T, Hkv, D]`.
+        new_values: `[T, Hkv, Dv]`.
+        first: `[T]` int64, for a draft in a verify row the row's first token, for all others the token itself.
+
+    Returns:
+        `[T]` bool.
+    """
+    finite = (new_keys.abs().amax((1, 2)) < torch.inf) & (new_values.abs().amax((1, 2)) < torch.inf)  # NaN is not
+    count = (~finite).cumsum(0)
+    return count > count[first]
+
+
 def full_attention(
     query: Tensor, keys: Tensor, values: Tensor, runs: Sequence[Run], start: int, scaling: float
 ) -> Tensor:
