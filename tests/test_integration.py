@@ -638,9 +638,6 @@ def test_peft(model: LlamaForCausalLM, batch: Batch, text: list[list[int]]) -> N
     assert len(recorder.stats) == 1
     with tuned.disable_adapter():
         assert hf_aspire.generate(tuned, **batch, **GREEDY, aspire_config=small()).tolist() == text
-    tuned.train()
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM .*dropout is active"):
-        hf_aspire.generate(tuned, **batch, **GREEDY)
 
 
 @pytest.mark.parametrize("method", ["PromptTuningConfig", "PrefixTuningConfig"])

@@ -314,17 +314,19 @@ def test_neighbouring_tokens_may_meet_in_attention_only() -> None:
     check_equal(model)
 
 
-def test_training_mode_is_fine_as_long_as_nothing_is_random() -> None:
-    model = build("llama").train()
-    with pytest.warns(UserWarning, match="LlamaForCausalLM is in training mode"):
+def test_dropout_of_attention_weights_is_refused() -> None:
+    """The kernels drop nothing. What a model in training mode drops elsewhere: tests/test_model_warnings.py."""
+    for model in (build("llama", attention_dropout=0.1), build("opt", attention_dropout=0.1)):
         check_equal(model)
-    model.eval()
-    check_refused(build("llama", attention_dropout=0.1).train(), r"model.eval\(\)")
-    check_refused(build("gpt2").train(), r"dropout is active; call model.eval\(\)")
-    opt = build("opt")  # functional dropout, which no module shows
-    check_equal(opt)
-    with pytest.warns(UserWarning, match="training mode"):
-        check_refused(opt.train(), r"call model.eval\(\)")
+        with pytest.warns(RuntimeWarning, match="training mode"):
+            check_refused(model.train(), r"drops attention weights \(dropout=0.1\); call model.eval\(\)")
+
+
+def test_other_random_numbers_of_training_mode_are_refused() -> None:
+    model = build("llama").train()
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * torch.rand_like(output))
+    with pytest.warns(RuntimeWarning, match="training mode"):
+        check_refused(model, r"draws random numbers in training mode \(call model.eval\(\)\)")
 
 
 def test_a_model_is_compared_with_itself_once() -> None:

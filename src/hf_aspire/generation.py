@@ -15,6 +15,7 @@ from .arguments import check_processors
 from .attention import switch
 from .call import Call
 from .compat import CACHE_NAME, GenerateDecoderOnlyOutput
+from .model_checks import is_training
 from .probe import check_model, probe_model
 from .prompt import Prompt, read_prompt
 from .request import Request
@@ -44,7 +45,9 @@ def run(call: Call) -> Tensor | AspireOutput:
         check_model(model, max(request.position(request.limit - 1) - 1 for request in requests))
         with switch.on(model):
             facts = probe_model(model, prompt.visible.shape[1] + call.limit)
-            with closing(Session(call, prompt, requests, _same_prompts(prompt, requests), facts)) as session:
+            # Dropout makes equal prompts differ.
+            same = range(len(requests)) if is_training(model) else _same_prompts(prompt, requests)
+            with closing(Session(call, prompt, requests, same, facts)) as session:
                 session.decode()
                 return _result(call, session)
     finally:

@@ -40,12 +40,10 @@ def check_model(model: PreTrainedModel, last_position: int) -> None:
         last_position: Highest position that the call may feed to it.
 
     Raises:
-        ValueError: As `check_kind`; active dropout, rotary scaling that may change within the call, positions that the
-            model has not learned. The class is named.
+        ValueError: As `check_kind`; rotary scaling that may change within the call, positions that the model has not
+            learned. The class is named.
     """
     check_kind(model)
-    if any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in model.modules()):
-        raise refusal(model, "is in training mode and its dropout is active; call model.eval() first")
     _warn(model)
     config = model.config.get_text_config(decoder=True)
     for rope in rope_parameters(config):
@@ -65,11 +63,21 @@ def check_model(model: PreTrainedModel, last_position: int) -> None:
         )
 
 
+def is_training(model: PreTrainedModel) -> bool:
+    """Whether a model, or dropout that was added to it, is in training mode."""
+    return model.training or any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in model.modules())
+
+
 def _warn(model: PreTrainedModel) -> None:
     """Warns of what works, but not as its owner may think."""
     name = type(model).__name__
-    if model.training:
-        warnings.warn(f"{name} is in training mode; call model.eval() before generating", UserWarning, stacklevel=2)
+    if is_training(model):
+        warnings.warn(
+            f"{name} is in training mode: with dropout its text is random, as plain generate's is; "
+            "call model.eval() before generating",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     if getattr(getattr(model.config, "quantization_config", None), "load_in_8bit", False):
         warnings.warn(
             f"{name} is quantised with LLM.int8, whose result for a token depends on the other tokens of its forward: "

@@ -9,17 +9,19 @@ of its own gives others.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from .attention import STEP, running, switch
 from .cache import LayerSpec
 from .compat import CACHE_NAME, PreTrainedModel, input_device
-from .model_checks import check_cache, check_model, refusal
+from .model_checks import check_cache, check_model, is_training, refusal
 from .probe_step import ROWS, TOKENS, ProbeCache, ProbeStep
 
 __all__ = ["ModelFacts", "check_model", "probe_model"]
@@ -49,6 +51,20 @@ class ModelFacts:
     vocabulary: int
     device: torch.device
     caches_attended: bool
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Turns dropout off in this thread, so that a model in training mode can be compared with itself.
+
+    The model's own mode is left alone: other threads may be running it. The call itself drops as plain does. Hidden
+    states are dropped token by token, and a token keeps the keys and values of the forward that decided the next one,
+    so the text stays a draw from plain's distribution.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.nn.functional.dropout, torch.dropout):
+            return args[0] if args else kwargs["input"]
+        return func(*args, **(kwargs or {}))
 
 
 # What a model object was when its logits were compared. Whether they agree depends on its code and layers, so once per
@@ -81,11 +97,12 @@ def probe_model(model: PreTrainedModel, width: int) -> ModelFacts:
     facts = ModelFacts(layers, keeps_logits, logits.shape[-1], tokens.device, cache.updates == attended)
     if logits.is_meta:
         return facts
-    if model.training or _compared.get(model) != facts:
+    if is_training(model) or _compared.get(model) != facts:
         half = any(layer.dtype.itemsize < 4 for layer in layers)
         change = _change(logits, _own_logits(model, tokens, positions))
         if not change <= (_HALF_TOLERANCE if half else _TOLERANCE):
-            randomly = "draws random numbers in training mode (call model.eval())" if model.training else "is random"
+            trains = is_training(model)
+            randomly = "draws random numbers in training mode (call model.eval())" if trains else "is random"
             raise refusal(
                 model,
                 f"is not supported: packing two rows into one, with position_ids, changes its logits by {change:.0%}; "
@@ -144,7 +161,7 @@ def _own_logits(model: PreTrainedModel, tokens: Tensor, positions: Tensor) -> Te
 
 def _logits(model: PreTrainedModel, inputs: dict[str, Any], step: ProbeStep | None = None) -> Tensor:
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _WithoutDropout() if is_training(model) else nullcontext():
             logits: Tensor = model(**inputs, return_dict=True).logits
     except torch.OutOfMemoryError:
         raise
