@@ -468,9 +468,13 @@ class Columns:
 
 
 @pytest.mark.parametrize("eos", [None, [5, 9, 30]])
-def test_a_streamer_of_a_batch_gets_plains_calls(model, batch, eos):
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_streamer_of_a_batch_gets_plains_calls(model, batch, text, eos, stops):
+    keywords: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": eos}
+    if stops:  # wherever one of these letters comes, accepted drafts behind it are not streamed
+        keywords |= {"stop_strings": [letter(t) for t in text[:, -3].tolist()], "tokenizer": letters()}
     expected, streamer = Columns(), Columns()
-    plain(model, batch, max_new_tokens=NEW, streamer=expected, eos_token_id=eos)
-    aspire(model, batch, small(), max_new_tokens=NEW, streamer=streamer, eos_token_id=eos)
+    plain(model, batch, streamer=expected, **keywords)
+    aspire(model, batch, small(sparsity=1.0, schedule="staggered"), streamer=streamer, **keywords)
     assert streamer.columns == expected.columns
     assert streamer.ends == expected.ends == 1

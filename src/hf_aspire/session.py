@@ -140,8 +140,8 @@ class Session:
                 for entry in self.engine.step():
                     self.tokens[entry.request.row] += entry.tokens
                     bar.update(len(entry.tokens))
-                    if stream is not None:
-                        stream.put(entry.request.row, entry.tokens, entry.stopped)
+                    if stream is not None:  # without an EOS, rows that a criterion stopped go on to the last column
+                        stream.put(entry.request.row, entry.tokens, entry.stopped and bool(call.end_tokens))
                 if call.config.progress:
                     bar.set_postfix(acceptance=f"{stats.acceptance_rate:.0%}", refresh=False)
 
