@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kit import plain, ragged, small, tiny_llama
-from transformers import GenerationConfig, GenerationMixin, WatermarkingConfig
+from transformers import GenerationConfig, GenerationMixin, SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 import hf_aspire
 
@@ -96,6 +96,22 @@ def test_refused_fields_are_named(model, batch, name):
     assert not forwards
 
 
+@pytest.mark.parametrize("name", [name for name in FIELDS if name != "do_sample"])  # the noise is not plain's
+def test_any_value_of_any_field_gives_plains_text_or_an_error(model, batch, name):
+    for value in (None, 0, 1):
+        keywords = {"max_new_tokens": 6, "eos_token_id": [5, 9], "pad_token_id": 0} | {name: value}
+        try:
+            expected = plain(model, batch, **keywords)
+        except Exception:
+            continue  # not a value of this field
+        try:
+            output = aspire(model, batch, **keywords)
+        except ValueError:
+            continue
+        expected, output = (getattr(result, "sequences", result) for result in (expected, output))
+        assert torch.equal(output, expected), value
+
+
 @pytest.mark.parametrize("name", [n for n, status in FIELDS.items() if status == "no effect"])
 def test_fields_without_effect_change_nothing(model, batch, name):
     text = plain(model, batch, max_new_tokens=6)
@@ -131,9 +147,10 @@ def test_every_warper_gives_plains_scores(model, batch, keywords):
     "keywords",
     [
         {"watermarking_config": WatermarkingConfig(bias=2.5, seeding_scheme="selfhash")},
+        {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3, context_history_size=16)},
         {"prefix_allowed_tokens_fn": lambda row, ids: [(int(ids[-1]) * 2 + row + k) % 48 for k in range(5)]},
     ],
-    ids=["watermark", "prefix"],
+    ids=["watermark", "watermark with state", "prefix"],
 )
 def test_column_by_column_arguments_give_plains_text(model, batch, keywords, eos):
     expected = plain(model, batch, max_new_tokens=9, eos_token_id=eos, **keywords)

@@ -133,8 +133,8 @@ def check_config(config: GenerationConfig) -> None:
     mode = config.get_generation_mode(None)
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise refuse(f"got settings for {mode.value}, expected greedy search or sampling")
-    if config.use_cache is False:
-        raise refuse("got use_cache=False, expected True: drafts read the cache")
+    if not config.use_cache:
+        raise refuse(f"got use_cache={config.use_cache}, expected True: drafts read the cache")
     if config.cache_implementation not in (None, "dynamic"):
         raise refuse(f"got cache_implementation={config.cache_implementation!r}, expected None: its cache is paged")
     defaults = {**GenerationConfig().to_dict(), **GenerationConfig._get_default_generation_params()}
