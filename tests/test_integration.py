@@ -706,6 +706,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "attentions": ({"output_attentions": True}, "output_attentions"),
     "hidden states": ({"output_hidden_states": True}, "output_hidden_states"),
     "pixels": ({"pixel_values": torch.zeros(1)}, "pixel_values"),
+    "audio": ({"input_features": torch.zeros(1)}, "input_features"),
     "a mask of four dimensions": ({"attention_mask": torch.ones(4, 1, 30, 30)}, r"attention_mask \(4, 1, 30, 30\)"),
     "a short mask": ({"attention_mask": torch.ones(4, 29)}, r"attention_mask of shape \(4, 29\)"),
     "an empty row": ({"attention_mask": torch.zeros(4, 30)}, r"row\(s\) \[0, 1, 2, 3\]"),
