@@ -13,6 +13,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from kit import POLICIES, SCHEDULES, VOCABULARY, pick, ragged, small, tiny_llama
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
 import hf_aspire
 
@@ -37,6 +38,19 @@ class Favour(LogitsProcessor):
             return scores
         favourite = (input_ids[:, -1] * 3 + len(self.seen) + int(input_ids[0].sum())) % VOCABULARY
         return scores.scatter_add(1, favourite[:, None], torch.full_like(scores[:, :1], 2.0))
+
+
+class Columns(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.columns: list[list[Any]] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.columns.append(value.tolist())
+
+    def end(self) -> None:
+        self.columns.append([])
 
 
 class StopOnSum(StoppingCriteria):
@@ -111,10 +125,11 @@ def test_any_arguments_give_plains_text_stop_and_outputs(
         keywords.pop("exponential_decay_length_penalty", None)
     results = []
     for settings_ in ({}, {"assistant": "aspire", "aspire_config": config}):
-        favour = Favour()
+        favour, streamer = Favour(), Columns()
         extra: dict[str, Any] = {
             "logits_processor": LogitsProcessorList([favour] if processor else []),
             "stopping_criteria": StoppingCriteriaList([StopOnSum()] if criterion else []),
+            "streamer": streamer,
         }
         try:
             outputs = conversation(model, batch, turns, embedded, {**keywords, **extra, **settings_})
@@ -125,7 +140,7 @@ def test_any_arguments_give_plains_text_stop_and_outputs(
             if "got nan as the highest score" not in str(error) or not any(map(has_nan, results[0][0])):
                 raise
             return
-        results.append((outputs, favour.seen))
+        results.append((outputs, favour.seen, streamer.columns))
     compare(*results)
 
 
@@ -167,6 +182,7 @@ def compare(expected, got) -> None:
                 assert bool(same.all())
     assert len(got[1]) == len(expected[1])
     assert all(torch.equal(a, b) for a, b in zip(got[1], expected[1], strict=True))
+    assert got[2] == expected[2]
 
 
 def test_rows_may_repeat(model):
