@@ -45,14 +45,14 @@ def row_key(seed: int, prompt: bytes, occurrence: int) -> int:
 
 def _shift_right(value: Tensor, bits: int) -> Tensor:
     """Logical shift of signed 64-bit integers."""
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
+    return (value >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _mix(value: Tensor) -> Tensor:
     """The output function of SplitMix64: a bijection whose outputs pass as random. int64 products wrap."""
-    value = (value ^ _shift_right(value, 30)) * _MIX_1
-    value = (value ^ _shift_right(value, 27)) * _MIX_2
-    return value ^ _shift_right(value, 31)
+    value = _shift_right(value, 30).bitwise_xor_(value).mul_(_MIX_1)
+    value = _shift_right(value, 27).bitwise_xor_(value).mul_(_MIX_2)
+    return _shift_right(value, 31).bitwise_xor_(value)
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class Draws:
         state = _mix(state + _GOLDEN * (int(purpose) + 8 * rounds))
         columns = torch.arange(1, count + 1, dtype=torch.int64, device=state.device)
         bits = _mix(state[:, None] + _GOLDEN * columns)
-        return (_shift_right(bits, 12).to(torch.float64) + 0.5) * 2.0**-52
+        return _shift_right(bits, 12).to(torch.float64).add_(0.5).mul_(2.0**-52)
 
     def gumbel(self, purpose: Purpose, count: int, *, by_round: bool) -> Tensor:
         """`[K, count]` float64 Gumbel noise."""
-        return -torch.log(-torch.log(self.uniform(purpose, count, by_round=by_round)))
+        return self.uniform(purpose, count, by_round=by_round).log_().neg_().log_().neg_()
 
 
 @dataclass(frozen=True)
