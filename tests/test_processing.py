@@ -29,6 +29,7 @@ from transformers.generation import logits_process as stock
 
 from hf_aspire.processing import Processing, pure_processors
 from hf_aspire.testing import forced_drafts
+from hf_aspire.verification import _joined
 
 LENGTHS = (1, 2, 15, 60)
 WIDTH = max(LENGTHS)
@@ -271,6 +272,22 @@ def test_subclasses_and_processors_with_state_are_not_applied_to_drafts() -> Non
 
     known = list(processors(torch.zeros(1, 8, dtype=torch.int64)).values())
     assert pure_processors([Mine(3), *known, stock.WhisperNoSpeechDetection(1, 0, True)]) == known
+
+
+def test_logits_of_neighbouring_rows_are_joined_without_a_copy() -> None:
+    logits = torch.randn(7, 5)
+    for places in ([(0, 7)], [(0, 2), (2, 3), (3, 7)], [(1, 4), (4, 6)]):
+        joined = _joined([logits[a:b] for a, b in places])
+        assert torch.equal(joined, torch.cat([logits[a:b] for a, b in places]))
+        assert joined.data_ptr() == logits[places[0][0]].data_ptr()
+    gap, back, twice = [(0, 2), (3, 7)], [(2, 4), (0, 2)], [(0, 1), (0, 1)]  # drafts between; forks of one prompt
+    for places in (gap, back, twice):
+        parts = [logits[a:b] for a, b in places]
+        assert torch.equal(_joined(parts), torch.cat(parts))
+    other = [logits[:2], logits.clone()[2:]]
+    assert torch.equal(_joined(other), logits)
+    columns = torch.randn(5, 7).T
+    assert torch.equal(_joined([columns[:2], columns[2:]]), columns)
 
 
 # ---- user code: once per committed token, in order, on plain's padded batch

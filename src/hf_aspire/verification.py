@@ -96,6 +96,17 @@ def draws_for(requests: Sequence[Request], positions: Sequence[int], device: tor
     )
 
 
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """`[n, V]` of several rows: a view where they follow each other in one tensor, as a forward returns them."""
+    first, size = parts[0], parts[0].shape[1]
+    same = all(part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for part in parts)
+    ends = [part.storage_offset() + part.numel() for part in parts]
+    follow = all(part.storage_offset() == end for part, end in zip(parts[1:], ends, strict=False))
+    if not (same and follow and all(part.is_contiguous() for part in parts)):
+        return torch.cat(list(parts))
+    return first.as_strided((sum(len(part) for part in parts), size), (size, 1))
+
+
 def check_choice(sampler: Sampler, best: float, row: int, position: int) -> None:
     """Refuses scores that no token can be chosen from.
 
@@ -144,7 +155,7 @@ class OwnPace:
         counts = [len(row.drafts) + 1 for row in rows]
         owners = [row.request for row, count in zip(rows, counts, strict=True) for _ in range(count)]
         positions = [row.request.generated + k for row, n in zip(rows, counts, strict=True) for k in range(n)]
-        logits = torch.cat([row.logits for row in rows])
+        logits = _joined([row.logits for row in rows])
         scores = self._processing(logits, [owner.row for owner in owners], positions)
         device = logits.device
         most = max(counts) - 1
