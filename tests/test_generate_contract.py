@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from kit import PAD, Batch, aspire, plain, ragged, right_drafts, small, tiny_lla
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM, StaticCache
 from transformers.generation import logits_process as stock
+from transformers.utils import logging
 
 import hf_aspire
 from hf_aspire import compat
@@ -67,7 +67,8 @@ def test_prompts_may_hold_eos_and_pad_tokens(model: LlamaForCausalLM) -> None:
 
 def test_right_padding_gets_plains_warning(model: LlamaForCausalLM, caplog: pytest.LogCaptureFixture) -> None:
     batch = {name: tensor.flip(1) for name, tensor in ragged(LENGTHS).items()}
-    logger = logging.getLogger("transformers")
+    logger, verbosity = logging.get_logger("transformers"), logging.get_verbosity()
+    logging.set_verbosity_warning()
     logger.addHandler(caplog.handler)
     try:
         warned = []
@@ -77,6 +78,7 @@ def test_right_padding_gets_plains_warning(model: LlamaForCausalLM, caplog: pyte
             warned.append([record.message for record in caplog.records if "right-padding" in record.message])
     finally:
         logger.removeHandler(caplog.handler)
+        logging.set_verbosity(verbosity)
     assert warned[0] == warned[1] and len(warned[0]) == 1
 
 
