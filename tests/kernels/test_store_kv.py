@@ -31,3 +31,16 @@ def test_no_token_is_no_launch(device):
     nothing = torch.zeros(0, 1, 64, device=device)
     store_kv(keys, keys.clone(), torch.zeros(0, dtype=torch.int64, device=device), nothing, nothing)
     assert not keys.any()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_value_that_is_not_finite_hurts_only_who_sees_its_token(bad, device):
+    """A masked weight of 0 times it would be NaN: it becomes zeros, and its head's key NaN."""
+    keys, values = (torch.zeros(1, 2, 16, 32, device=device) for _ in range(2))
+    new_keys, new_values = torch.rand(3, 2, 32, device=device), torch.rand(3, 2, 32, device=device)
+    new_values[1, 0, 7] = bad
+    store_kv(keys, values, torch.tensor([0, 1, 2], device=device), new_keys, new_values)
+    assert not values[0, 0, 1].any() and keys[0, 0, 1].isnan().all()
+    for head, token in ((0, 0), (0, 2), (1, 0), (1, 1), (1, 2)):
+        assert torch.equal(keys[0, head, token], new_keys[token, head])
+        assert torch.equal(values[0, head, token], new_values[token, head])

@@ -157,9 +157,11 @@ def select(scores: Tensor, count: int) -> Tensor:
 
 
 def store_pages(keys: Tensor, values: Tensor, slots: Tensor, new_keys: Tensor, new_values: Tensor) -> None:
-    """As `store_kv` on pools `[pages, Hkv, page size, D or Dv]`; negative slots are not written."""
+    """As the kernel's `store_kv`, on pools `[pages, Hkv, page size, D or Dv]`; negative slots are not written."""
     kept = slots >= 0
     places = slots[kept].long()
+    lost = ~new_values.isfinite().all(-1, keepdim=True)
+    new_keys, new_values = new_keys.masked_fill(lost, torch.nan), new_values.masked_fill(lost, 0)
     page, place = places // keys.shape[2], places % keys.shape[2]
     keys[page, :, place] = new_keys[kept]
     values[page, :, place] = new_values[kept]

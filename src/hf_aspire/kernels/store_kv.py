@@ -13,6 +13,9 @@ _ROWS = 8
 def store_kv(keys: Tensor, values: Tensor, slots: Tensor, new_keys: Tensor, new_values: Tensor) -> None:
     """Scatters new keys and values by token slot.
 
+    A masked weight of 0 times NaN is NaN: the value of a draft that overflowed would reach the queries before it. So a
+    value that is not finite is stored as zeros, with NaN in its key, which only the queries that see it are hurt by.
+
     Args:
         keys: Pool `[pages, Hkv, page size, D]`, contiguous.
         values: Pool `[pages, Hkv, page size, Dv]`, contiguous.
@@ -78,11 +81,13 @@ def _store_kernel(
     mask = valid[:, None] & (column < D)[None, :]
     source = new_keys + (token * key_token_stride + head * key_head_stride)[:, None] + column[None, :]
     target = keys + (place * D)[:, None] + column[None, :]
-    tl.store(target, tl.load(source, mask=mask, other=0.0), mask=mask)
+    b_keys = tl.load(source, mask=mask, other=0.0)
 
     column_v = tl.arange(0, DV_PAD)
     mask_v = valid[:, None] & (column_v < DV)[None, :]
     source_v = new_values + (token * value_token_stride + head * value_head_stride)[:, None] + column_v[None, :]
-    tl.store(
-        values + (place * DV)[:, None] + column_v[None, :], tl.load(source_v, mask=mask_v, other=0.0), mask=mask_v
-    )
+    b_values = tl.load(source_v, mask=mask_v, other=0.0)
+    finite = tl.abs(b_values.to(tl.float32)) < float("inf")
+    lost = tl.sum((~finite).to(tl.int32), 1) > 0
+    tl.store(target, tl.where(lost[:, None], float("nan"), b_keys), mask=mask)
+    tl.store(values + (place * DV)[:, None] + column_v[None, :], tl.where(lost[:, None], 0.0, b_values), mask=mask_v)
