@@ -9,13 +9,11 @@ from typing import Protocol
 
 from .config import AspireConfig
 from .pages import PageAllocator
-from .request import Request, Row, RowKind
+from .request import BOOTSTRAP, Request, Row, RowKind
 from .scheduler import Candidate, Schedule
 
 PREFILL_TOKENS = 4096
 """Prompt tokens per step: enough to fill any device's matrix units, few enough to bound activation memory."""
-_BOOTSTRAP = 8
-"""Prompt tokens whose attention makes the first sparse context; the last chunk is never shorter."""
 
 
 class Contexts(Protocol):
@@ -86,6 +84,13 @@ class Planner:
         return any(request.padding and request.generated < self._furthest for request in self.decoding)
 
     @property
+    def steady(self) -> bool:
+        """Whether no prompt is read, and none can start."""
+        if self.prefilling:
+            return False
+        return not (self.waiting and self._allocator.can_allocate(self.pages_for(self.waiting[0])))
+
+    @property
     def _furthest(self) -> int:
         return max((request.generated for request in self.decoding), default=0)
 
@@ -132,7 +137,7 @@ class Planner:
         candidates = [self._candidate(request) for request in ready]
         kinds = self._schedule.decide(candidates) if candidates else []
         for request, kind in zip(ready, kinds, strict=True):
-            if kind is RowKind.DRAFT and (request.drafts or self._contexts.ready(request)):
+            if kind is RowKind.DRAFT and self._contexts.ready(request):
                 wanted = self._draft_scores and self._contexts.wants_scores(request.length + 1)
                 rows.append(Row.draft(request, wanted))
             elif kind is not None:
@@ -189,8 +194,8 @@ class Planner:
         for request in self.prefilling:
             left = request.fed - request.prefilled
             queries = min(left, room)
-            if 0 < left - queries < _BOOTSTRAP < queries:
-                queries -= _BOOTSTRAP
+            if 0 < left - queries < BOOTSTRAP < queries:
+                queries -= BOOTSTRAP
             if queries < 1:
                 break
             wanted = self._drafts and request.limit > 1 and self._contexts.wants_scores(request.kept + 1)

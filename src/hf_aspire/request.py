@@ -8,6 +8,9 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+BOOTSTRAP = 8
+"""Prompt tokens whose attention makes the first sparse context; the last chunk of a prompt is never shorter."""
+
 
 class RowKind(IntEnum):
     """What a request does in one step."""
@@ -157,10 +160,19 @@ class Row:
         if not self.scored:
             return ()
         if self.kind is RowKind.PREFILL:
-            return tuple(range(max(0, self.queries - 8), self.queries))
+            return tuple(range(max(0, self.queries - BOOTSTRAP), self.queries))
         return tuple(sorted({0, self.queries - 1}))
 
     @property
     def certain(self) -> int:
         """Context tokens that stay whatever of the row is accepted: what its scores are used for."""
         return self.context if self.kind is RowKind.PREFILL else self.start + 1
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Tokens that a step added to a request's text, in order, and whether they end it."""
+
+    request: Request
+    tokens: list[int]
+    stopped: bool

@@ -1,40 +1,90 @@
 """The Triton kernels as a backend.
 
 Every layer is a store, one attention launch and, where pieces or scores ask for them, a combine and a score launch.
+Long prompt chunks are read by flash attention, all but their last queries (see `prompt_attention`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from . import prompt_attention
 from .batch import MixedBatch
 from .cache import AspireCache, LayerSpec
 from .kernels import work
 from .kernels.combine import combine, reduce_scores
 from .kernels.mixed_attention import Partials, mixed_attention, raw_scores_for
 from .kernels.store_kv import store_kv
-from .kernels.tiles import tile_for
-from .request import RowKind
+from .kernels.tiles import Tile, tile_for
+from .prompt_attention import Bulk
+from .request import Row, RowKind
 from .selection import ContextPolicy
 
 _HOST_PROGRAMS = 16
 """Programs to cut the work for where there is no GPU (the interpreter runs them one by one)."""
 
 
+class ViewKey(NamedTuple):
+    """A way for layers to see the rows.
+
+    Attributes:
+        drafts_listed: Draft rows read their lists, not the whole context.
+        full_scored: Rows with full attention are scored, where they ask for it.
+        drafts_scored: Draft rows are.
+    """
+
+    drafts_listed: bool
+    full_scored: bool
+    drafts_scored: bool
+
+
 @dataclass(frozen=True)
-class _View:
-    """How a group of layers sees the rows: their tables on the device."""
+class View:
+    """How a group of layers sees the rows: their tables on the device.
+
+    Attributes:
+        rows: `[rows, ROW_COLUMNS]` int32.
+        items: `[items, ITEM_COLUMNS]` int32.
+        merges: `[merges, MERGE_COLUMNS]` int32, or None where no tile is split.
+        partials: Scratch of split tiles.
+        scored_rows: `[score slots]` int32, the row of every slot or -1, or None without scores.
+    """
 
     rows: Tensor
     items: Tensor
     merges: Tensor | None
     partials: Partials
     scored_rows: Tensor | None
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What all layers of a forward share.
+
+    Attributes:
+        write_slots: `[T]` places of the new keys and values; negative ones keep none.
+        views: One per kind of layer.
+        lists: `[lists, rows, capacity]` int32 token slots of draft rows; the page table where nothing drafts.
+        raw: Logits of scored queries, or None.
+        scores: `[lists, score slots, tokens]` float32, or None.
+        tile: Shapes of the kernel's blocks.
+        bulks: Queries of long prompt chunks, which are in none of the views.
+    """
+
+    write_slots: Tensor
+    views: Mapping[ViewKey, View]
+    lists: Tensor
+    raw: Tensor | None
+    scores: Tensor | None
+    tile: Tile
+    bulks: Sequence[Bulk] = ()
 
 
 class TritonBackend:
@@ -58,38 +108,64 @@ class TritonBackend:
         self._cache = cache
         self._policy = policy
         self._spec = layers[0]
+        self._cuts_prompts = prompt_attention.serves(layers[0])
         self._group = self._spec.query_heads // self._spec.kv_heads
+        self._keys = [
+            ViewKey(layer not in policy.draft_layers, layer in policy.full_layers, layer in policy.draft_layers)
+            for layer in range(len(layers))
+        ]
+
+    @property
+    def view_keys(self) -> list[ViewKey]:
+        """The views that the layers have, each once."""
+        return list(dict.fromkeys(self._keys))
 
     def plan(self, batch: MixedBatch) -> None:
         """Makes the tables that all layers of a view share."""
-        self._batch = batch
-        self._views: dict[tuple[bool, bool, bool], _View] = {}
-        spec = self._spec
-        widest = max(spec.key_size, spec.value_size)
-        self._tile = tile_for(max(row.queries for row in batch.rows), self._group, widest, spec.dtype.itemsize)
-        self._drafts = np.array([row.kind is RowKind.DRAFT for row in batch.rows])
-        wanted = [row.scored_queries for row in batch.rows]
+        ends, tokens, bulks = batch.rows, batch.offsets, list[Bulk]()
+        if self._cuts_prompts:
+            ends, tokens, bulks = prompt_attention.cut(ends, tokens)
+        self._rows = ends
+        spec, policy = self._spec, self._policy
+        tile = self.tile(max(row.queries for row in ends))
+        wanted = [row.scored_queries for row in ends]
         self._slots = {index: slot for slot, index in enumerate(i for i, queries in enumerate(wanted) if queries)}
-        self._wanted = wanted
-        self._lists = batch.sparse.slots.int() if batch.sparse else None
-        self._listed = batch.sparse.lengths.tolist() if batch.sparse else []
+        listed = np.zeros(len(batch.rows), dtype=np.int64)
+        if batch.sparse:
+            listed[[row.kind is RowKind.DRAFT for row in batch.rows]] = batch.sparse.lengths.cpu()
+        raw = scores = None
         if self._slots:
             longest = max(batch.rows[index].context for index in self._slots)
-            most = max(len(queries) for queries in wanted)
-            heads = (spec.query_heads, spec.kv_heads)
-            self._raw = raw_scores_for(len(self._slots), most, longest, heads, self._tile, spec.dtype, spec.device)
-            self._scores = torch.zeros(self._policy.lists, len(self._slots), longest, device=spec.device)
+            raw = self.raw_scores(len(self._slots), max(len(queries) for queries in wanted), longest, tile)
+            scores = torch.zeros(policy.lists, len(self._slots), longest, dtype=torch.float32, device=spec.device)
+        views = {}
+        for key in self.view_keys:
+            rows, scored = self.row_table(key, ends, listed, np.cumsum(listed > 0) - 1, tokens)
+            planned = self.cut(rows, tile)
+            scratch = batch.tokens if scored is not None else 0
+            views[key] = View(
+                torch.from_numpy(rows).to(spec.device, non_blocking=True),
+                torch.from_numpy(planned.items).to(spec.device, non_blocking=True),
+                torch.from_numpy(planned.merges).to(spec.device, non_blocking=True) if planned.used_merges else None,
+                self.partials(planned.partials, scratch, tile),
+                torch.from_numpy(scored).to(spec.device, non_blocking=True) if scored is not None else None,
+            )
+        lists = batch.sparse.slots.int() if batch.sparse else self._cache.page_table[None]
+        self.use(Tables(batch.write_slots, views, lists, raw, scores, tile, bulks))
+
+    def use(self, tables: Tables) -> None:
+        """Sets the tables of the next forwards."""
+        self._tables = tables
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """See `Backend`."""
-        cache, policy = self._cache, self._policy
+        cache, tables = self._cache, self._tables
         keys, values = cache.keys[layer], cache.values[layer]
-        store_kv(keys, values, self._batch.write_slots, key, value)
-        refreshes = layer in policy.draft_layers
-        view = self._view((not refreshes, layer in policy.full_layers, refreshes))
-        lists = self._lists[layer if len(self._lists) > 1 else 0] if self._lists is not None else cache.page_table
+        store_kv(keys, values, tables.write_slots, key, value)
+        view = tables.views[self._keys[layer]]
+        lists = tables.lists[layer if len(tables.lists) > 1 else 0]
         output = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-        raw = self._raw if view.scored_rows is not None else None
+        raw = tables.raw if view.scored_rows is not None else None
         mixed_attention(
             query,
             keys,
@@ -102,68 +178,84 @@ class TritonBackend:
             view.partials,
             raw,
             scaling,
-            self._tile,
+            tables.tile,
         )
+        for bulk in tables.bulks:
+            states = (query, key, value)
+            output[bulk.tokens] = prompt_attention.attend(bulk, states, keys, values, cache.page_table, scaling)
         if view.merges is not None:
-            combine(view.partials, view.rows, view.merges, output, self._group, self._tile, raw is not None)
-        if raw is not None and view.scored_rows is not None:
-            scores = self._scores[layer if policy.lists > 1 else 0]
-            reduce_scores(raw, view.partials.row_lse, view.rows, view.scored_rows, scores, 1, policy.by_maximum)
+            combine(view.partials, view.rows, view.merges, output, self._group, tables.tile, raw is not None)
+        if raw is not None and view.scored_rows is not None and tables.scores is not None:
+            scores = tables.scores[layer if self._policy.lists > 1 else 0]
+            reduce_scores(raw, view.partials.row_lse, view.rows, view.scored_rows, scores, 1, self._policy.by_maximum)
         return output
 
     def scores(self, row: int) -> Tensor:
         """See `Backend`."""
-        scores = self._scores[:, self._slots[row], : self._batch.rows[row].context]
-        if self._drafts[row] and self._policy.lists > 1:
+        assert self._tables.scores is not None
+        scores = self._tables.scores[:, self._slots[row], : self._rows[row].context]
+        if self._rows[row].kind is RowKind.DRAFT and self._policy.lists > 1:
             refresh = self._policy.draft_layers[0]
             return scores[refresh : refresh + 1]
         return scores
 
-    def _view(self, key: tuple[bool, bool, bool]) -> _View:
-        """The view of layers where drafts read lists, full rows are scored, drafts are scored."""
-        if key not in self._views:
-            self._views[key] = self._make_view(*key)
-        return self._views[key]
+    # What goes into tables
 
-    def _make_view(self, drafts_listed: bool, full_scored: bool, drafts_scored: bool) -> _View:
-        spec, device = self._spec, self._spec.device
-        table, scored = self._rows(drafts_listed, full_scored, drafts_scored)
-        slots = self._tile.slots(_multiprocessors(device), spec.kv_heads)
-        planned = work.plan_work(table, self._tile.queries(self._group), slots, self._tile.block_n)
+    def tile(self, queries: int) -> Tile:
+        """The tile for rows of up to `queries` queries."""
+        spec = self._spec
+        return tile_for(queries, self._group, max(spec.key_size, spec.value_size), spec.dtype.itemsize)
+
+    def cut(self, rows: work.Table, tile: Tile) -> work.Work:
+        """A view's rows cut for this device."""
+        slots = tile.slots(_multiprocessors(self._spec.device), self._spec.kv_heads)
+        return work.plan_work(rows, tile.queries(self._group), slots, tile.block_n)
+
+    def partials(self, count: int, tokens: int, tile: Tile) -> Partials:
+        """Scratch for `count` pieces; `tokens` 0 where no row is scored."""
+        spec = self._spec
         heads = (spec.query_heads, spec.kv_heads)
-        tokens = self._batch.tokens if scored is not None else 0
-        return _View(
-            torch.from_numpy(table).to(device, non_blocking=True),
-            torch.from_numpy(planned.items).to(device, non_blocking=True),
-            torch.from_numpy(planned.merges).to(device, non_blocking=True) if planned.used_merges else None,
-            Partials.empty(planned.partials, tokens, heads, self._tile.block_m, spec.value_size, device),
-            torch.from_numpy(scored).to(device, non_blocking=True) if scored is not None else None,
-        )
+        return Partials.empty(count, tokens, heads, tile.block_m, spec.value_size, spec.device)
 
-    def _rows(
-        self, drafts_listed: bool, full_scored: bool, drafts_scored: bool
+    def raw_scores(self, slots: int, queries: int, tokens: int, tile: Tile) -> Tensor:
+        """Room for the logits of scored queries."""
+        spec = self._spec
+        return raw_scores_for(slots, queries, tokens, (spec.query_heads, spec.kv_heads), tile, spec.dtype, spec.device)
+
+    def row_table(
+        self,
+        key: ViewKey,
+        rows: Sequence[Row],
+        listed: NDArray[np.int64],
+        lists: NDArray[np.int64],
+        tokens: Sequence[int] | None = None,
     ) -> tuple[work.Table, work.Table | None]:
-        """The row table, and the row of every score slot, or None where no row is scored."""
-        rows = self._batch.rows
-        page_shift = self._cache.page_size.bit_length() - 1
-        listed = self._drafts & drafts_listed
-        lengths = np.array([row.context for row in rows])
-        starts = np.array([row.start for row in rows])
-        tables = np.array([row.request.row for row in rows])
-        if listed.any():
-            lengths[listed] = self._listed
-            starts[listed] = lengths[listed] - 1
-            tables[listed] = np.arange(listed.sum())
-        shifts = np.where(listed, 0, page_shift)
-        table = work.row_table([row.queries for row in rows], starts, lengths, tables, shifts, listed, self._wanted)
-        off = ~np.where(self._drafts, drafts_scored, full_scored)
+        """The row table of a view, and the row of every score slot, or None where no row is scored.
+
+        Args:
+            key: The view.
+            rows: The rows, in packed order.
+            listed: Listed tokens of every row; 0 where it reads its whole context.
+            lists: Which list each row reads, if any.
+            tokens: First packed token of every row; None: the rows are packed one after the other.
+        """
+        drafts = np.array([row.kind is RowKind.DRAFT for row in rows])
+        by_list = drafts & (listed > 0) & key.drafts_listed
+        lengths = np.where(by_list, listed, [row.context for row in rows])
+        starts = np.where(by_list, listed - 1, [row.start for row in rows])
+        tables = np.where(by_list, lists, [row.request.row for row in rows])
+        shifts = np.where(by_list, 0, self._cache.page_size.bit_length() - 1)
+        wanted = [row.scored_queries for row in rows]
+        table = work.row_table([row.queries for row in rows], starts, lengths, tables, shifts, by_list, wanted, tokens)
+        off = ~np.where(drafts, key.drafts_scored, key.full_scored)
+        slots = int(table[:, work.ROW_SCORE].max()) + 1
         table[off, work.ROW_SCORE] = -1
         table[off, work.ROW_SCORE_COUNT] = 0
-        slots = table[:, work.ROW_SCORE]
-        if (slots < 0).all():
+        found = table[:, work.ROW_SCORE]
+        if (found < 0).all():
             return table, None
-        scored = np.full(len(self._slots), -1, dtype=np.int32)
-        scored[slots[slots >= 0]] = np.flatnonzero(slots >= 0)
+        scored = np.full(slots, -1, dtype=np.int32)
+        scored[found[found >= 0]] = np.flatnonzero(found >= 0)
         return table, scored
 
 

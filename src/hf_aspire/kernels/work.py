@@ -95,8 +95,9 @@ def row_table(
     shifts: ArrayLike,
     listed: ArrayLike,
     scored: Sequence[tuple[int, ...]] | None = None,
+    tokens: ArrayLike | None = None,
 ) -> Table:
-    """The row table `[rows, ROW_COLUMNS]` of rows whose tokens are packed one after the other.
+    """The row table `[rows, ROW_COLUMNS]`.
 
     Args:
         queries: Queries per row, at least 1.
@@ -107,10 +108,11 @@ def row_table(
         listed: Whether the row's context is a list.
         scored: Scored queries per row, evenly spaced and ascending; empty where none are wanted. Score slots are
             given in row order.
+        tokens: First packed token of every row; None: the rows are packed one after the other.
     """
     count = np.asarray(queries, dtype=np.int32)
     rows = np.zeros((len(count), ROW_COLUMNS), dtype=np.int32)
-    rows[:, ROW_TOKEN] = np.cumsum(count) - count
+    rows[:, ROW_TOKEN] = np.cumsum(count) - count if tokens is None else tokens
     rows[:, ROW_QUERIES] = count
     rows[:, ROW_START] = starts
     rows[:, ROW_LENGTH] = lengths
