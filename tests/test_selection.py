@@ -268,7 +268,7 @@ def test_a_list_is_only_good_at_the_token_that_it_was_made_at(context: str) -> N
     assert not contexts.ready(request)  # no list yet
     contexts.renew(prompt_row(60), request, scores_of(contexts.policy.lists, 60, 1))
     assert contexts.ready(request)
-    request.length, request.generated = 61, 2  # decoded plainly
+    request.length, request.generated, request.rounds = 61, 2, 1  # decoded plainly
     assert not contexts.ready(request)
 
 
@@ -419,7 +419,7 @@ def test_a_draft_reads_the_listed_slots_and_no_others(
             pool[bad] = values
         return logits
 
-    monkeypatch.setattr("hf_aspire.session.AspireCache", Seen)
+    monkeypatch.setattr("hf_aspire.memory.AspireCache", Seen)
     monkeypatch.setattr(Runner, "forward", poison)
     found, same = drafted(model, config)
     assert poisoned > 20

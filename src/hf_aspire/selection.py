@@ -82,12 +82,17 @@ def resolved_granularity(config: AspireConfig) -> int:
 
 @dataclass(slots=True)
 class _Shape:
-    """The host's half of a list: how much of it is top, and where its tail begins."""
+    """The host's half of a list: how much of it is top, where its tail begins, and in which round it was made.
+
+    `ahead` is None of a list that was made here. Of one that only the device knows it is what must be added to the
+    drafts of the round for an upper bound of the tokens that came since it was scored.
+    """
 
     tail: int
     count: int
     made_at: int = -1
     base: Tensor | None = None
+    ahead: int | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,8 @@ class SparseContexts:
         self.policy = policy
         self.unit = resolved_granularity(config)
         self.recent = config.recent_pages * config.page_size
+        pages = range(-(-(longest + 2 * config.max_draft + 2) // config.page_size) + 1)
+        self._budgets = [config.budget(page * config.page_size) for page in pages]
         self.top = torch.zeros(policy.lists, requests, config.budget(longest), dtype=torch.int64, device=device)
         self._shapes: dict[int, _Shape] = {}
 
@@ -124,11 +131,11 @@ class SparseContexts:
         return bool(self.policy.full_layers) and not self._fits(length)
 
     def ready(self, request: Request) -> bool:
-        """Whether the request may draft now: its list, if it needs one, was made at its last committed token."""
+        """Whether the request may draft now: its list, if it needs one, is of this round."""
         if not self.wants_scores(request.length + 1):
             return True
         shape = self._shapes.get(request.row)
-        return shape is not None and shape.made_at == request.generated
+        return shape is not None and shape.made_at == request.rounds
 
     def tokens_read(self, request: Request) -> float:
         """KV tokens that the request's next draft row reads, averaged over the model's layers."""
@@ -156,7 +163,40 @@ class SparseContexts:
         base = None
         if self.policy.draft_layers and self.policy.lists > 1:
             base = select(units, count - int(count * _RENEWED_SHARE))
-        self._shapes[request.row] = _Shape(tail, count * self.unit, request.generated, base)
+        self._shapes[request.row] = _Shape(tail, count * self.unit, request.rounds, base)
+
+    def note(self, row: Row) -> None:
+        """The host's half of a list that the device makes: lengths may be upper bounds, and so are its sizes.
+
+        Args:
+            row: The row that makes it, after its request moved on.
+        """
+        request = row.request
+        tail, count = self._split(row.certain)
+        ahead = row.context - row.certain + 1 - len(request.drafts)
+        self._shapes[request.row] = _Shape(tail, count * self.unit, request.rounds, ahead=ahead)
+
+    def forget(self) -> None:
+        """Drops lists that only the device knows; their requests ask for new ones."""
+        self._shapes = {slot: shape for slot, shape in self._shapes.items() if shape.ahead is None}
+
+    def listed(self, request: Request, context: int) -> int:
+        """An upper bound of the tokens that a draft row over `context` tokens lists; 0: it reads them all."""
+        if not self.wants_scores(request.length + 1):
+            return 0
+        shape = self._shapes[request.row]
+        if shape.tail == 0:
+            return context
+        # Since it was scored. The request's length may have been corrected since, a tail that the device made was not.
+        grown = context - shape.tail - self.recent if shape.ahead is None else shape.ahead + len(request.drafts)
+        return min(context, max(self._budget(context), self.recent + self.unit) + grown + self.unit)
+
+    def top_of(self, request: Request) -> tuple[Tensor, int] | None:
+        """Top `[lists, n]` and tail of a list that was made here and is good for drafts now."""
+        shape = self._shapes.get(request.row)
+        if shape is None or shape.ahead is not None or shape.made_at != request.rounds:
+            return None
+        return self.top[:, request.row, : shape.count], shape.tail
 
     def view(self, rows: Sequence[Row], page_table: Tensor) -> SparseView:
         """The lists of draft rows as places in the pools; short ones repeat their last entry."""
@@ -171,12 +211,16 @@ class SparseContexts:
         pages = page_table[slots[None, :, None], padded // size]
         return SparseView(pages * size + padded % size, lengths)
 
+    def _budget(self, length: int) -> int:
+        """`config.budget`, looked up: planning asks for it several times per request and step."""
+        return self._budgets[-(-length // self.config.page_size)]
+
     def _fits(self, length: int) -> bool:
-        return self.config.budget(length) >= length
+        return self._budget(length) >= length
 
     def _split(self, scored: int) -> tuple[int, int]:
         """Where the tail begins and how many units the top holds, for a scored length."""
-        budget = self.config.budget(scored)
+        budget = self._budget(scored)
         tail = max(0, scored - self.recent) // self.unit * self.unit
         return tail, min(max(0, budget - (scored - tail)) // self.unit, tail // self.unit)
 
@@ -188,13 +232,13 @@ class SparseContexts:
         if self.policy.full_layers:
             return None
         first = self.config.page_size
-        tail = length - (self.config.budget(length) - first)
+        tail = length - (self._budget(length) - first)
         return _Shape(tail, first) if tail > first else _Shape(0, 0)
 
     def _listed(self, request: Request, context: int) -> int:
         shape = self._static(request) or self._shapes.get(request.row)
         if shape is None:  # no list yet: what it will hold
-            return min(context, self.config.budget(context))
+            return min(context, self._budget(context))
         return shape.count + context - shape.tail
 
     def _list(self, request: Request, context: int) -> Tensor:

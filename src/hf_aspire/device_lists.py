@@ -1,0 +1,68 @@
+"""Sparse lists that are made, kept and read on the device, without the host knowing what is in them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .config import AspireConfig
+from .device_state import DeviceState, Field
+from .kernels.select import select
+from .selection import ContextPolicy, resolved_granularity
+
+
+class DeviceLists:
+    """The lists of all request slots as token slots of the pools: top, then tail.
+
+    The tail is written ahead of the tokens that will fill it (pages are known in advance), so that a list grows by a
+    longer length alone.
+
+    Args:
+        config: Budget, recent tokens, granularity.
+        policy: Number of lists.
+        state: The requests.
+        longest: Most context tokens that a request may reach.
+    """
+
+    def __init__(self, config: AspireConfig, policy: ContextPolicy, state: DeviceState, longest: int) -> None:
+        self._state = state
+        self._unit = resolved_granularity(config)
+        self._recent = config.recent_pages * config.page_size
+        device = state.fields.device
+        pages = range(-(-longest // config.page_size) + 1)
+        self._budgets = torch.tensor([config.budget(page * config.page_size) for page in pages], device=device)
+        capacity = max(config.budget(longest), self._recent) + 2 * (config.max_draft + 1) + 2 * self._unit
+        self.slots = torch.zeros(
+            policy.lists, state.filler + 1, capacity, dtype=torch.int32, device=device
+        )  # [lists, request slots, capacity]
+        self._index = torch.arange(capacity, device=device)
+
+    def load(self, slot: int, top: Tensor, tail: int) -> None:
+        """Takes over a list that was made elsewhere: `top` `[lists, n]` context indices, ascending."""
+        tokens = torch.cat([top, (self._index[: -top.shape[1] or None] + tail).expand(len(top), -1)], 1)
+        self.slots[:, slot] = self._state.places(torch.full_like(tokens, slot), tokens).int()
+        self._state.fields[slot, Field.TOP] = top.shape[1]
+        self._state.fields[slot, Field.TAIL] = tail
+
+    def renew(self, scores: Tensor, slots: Tensor, scored: Tensor) -> None:
+        """Makes lists from token scores.
+
+        Args:
+            scores: `[lists, S, L]` float32.
+            slots: `[S]` int64 request slots.
+            scored: `[S]` int64, how many of the context's tokens are certain to stay.
+        """
+        unit, size = self._unit, self._state.page_size
+        tail = (scored - self._recent).clamp_min(0) // unit * unit
+        budget = self._budgets[(scored + size - 1) // size]
+        count = torch.minimum((budget - (scored - tail)).clamp_min(0) // unit, tail // unit)
+        if unit > 1:
+            scores = scores[..., : scores.shape[-1] // unit * unit].unflatten(-1, (-1, unit)).sum(-1)
+        chosen = scores.new_zeros(scores.shape[0], len(slots), -(-len(self._index) // unit), dtype=torch.int32)
+        select(scores, (tail // unit).int(), count.int(), chosen)
+        top = count * unit
+        listed = chosen[:, :, self._index // unit].long() * unit + self._index % unit
+        tokens = torch.where(self._index < top[:, None], listed, (tail - top)[:, None] + self._index)
+        self.slots[:, slots] = self._state.places(slots[:, None].expand_as(tokens), tokens).int()
+        self._state.fields[slots, Field.TOP] = top
+        self._state.fields[slots, Field.TAIL] = tail

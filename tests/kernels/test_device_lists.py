@@ -1,0 +1,116 @@
+"""Lists made on the device against the host's, entry by entry, and packed tokens against the host's packing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_aspire import AspireConfig
+from hf_aspire.batch import pack
+from hf_aspire.device_lists import DeviceLists
+from hf_aspire.device_state import DeviceState, Field
+from hf_aspire.request import Request, Row
+from hf_aspire.selection import ContextPolicy, SparseContexts
+
+LAYERS, SLOTS, LONGEST, WIDTH = 2, 3, 150, 200
+
+
+def request_of(row: int, length: int, generated: int, page_size: int) -> Request:
+    """A request in the middle of its text, some of its prompt's columns hidden, so that positions are not slots."""
+    kept = length - generated + 1
+    columns = np.arange(WIDTH - kept, WIDTH)
+    request = Request(row, columns, np.arange(kept) + 5, kept=kept, limit=60, noise_key=row)
+    request.length, request.generated, request.prefilled = length, generated, kept
+    request.pages = list(range(40 * row, 40 * row - (-(length + 20) // page_size)))
+    request.runs = [(page * page_size, (page + 1) * page_size) for page in request.pages]
+    return request
+
+
+def state_of(requests: list[Request], page_size: int, device: torch.device) -> DeviceState:
+    table = torch.zeros(SLOTS + 1, 60, dtype=torch.int32)
+    for request in requests:
+        table[request.row, : len(request.pages)] = torch.tensor(request.pages)
+    state = DeviceState(SLOTS, WIDTH + 70, table.to(device), page_size)
+    state.load(requests, WIDTH)
+    return state
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_a_device_list_is_the_hosts(data: st.DataObject) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size = 8
+    floor = data.draw(st.integers(1, 4))
+    config = AspireConfig(
+        page_size=size,
+        min_pages=floor,
+        recent_pages=data.draw(st.integers(1, floor)),
+        sparsity=data.draw(st.sampled_from([0.01, 0.1, 0.3])),
+        granularity=data.draw(st.integers(1, size)),
+        context=data.draw(st.sampled_from(["verify", "refresh"])),
+        max_draft=3,
+    )
+    policy = ContextPolicy.of(config, LAYERS)
+    requests = [request_of(row, data.draw(st.integers(30, 120)), data.draw(st.integers(1, 9)), size) for row in (0, 2)]
+    state = state_of(requests, size, device)
+    lists = DeviceLists(config, policy, state, LONGEST)
+    contexts = SparseContexts(config, policy, SLOTS, LONGEST, torch.device("cpu"))
+    random = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    scores = torch.randint(0, 5, (policy.lists, 3, LONGEST), generator=random) / 8  # ties abound
+    rows = [Row.verify(request, scored=True) for request in requests]
+    # The middle one belongs to the slot of filling tokens, as unused score slots do.
+    slots = torch.tensor([0, SLOTS, 2], device=device)
+    scored = torch.tensor([rows[0].certain, 1, rows[1].certain], device=device)
+    lists.renew(scores.to(device), slots, scored)
+    for index, (row, request) in enumerate(zip(rows, requests, strict=True)):
+        contexts.renew(row, request, scores[:, 2 * index, : row.context])
+        request.length += 1  # as after a decode row
+        request.drafts = [7] * data.draw(st.integers(0, 3))
+        draft = Row.draft(request, scored=False)
+        if not contexts.wants_scores(request.length + 1):
+            continue
+        expected = contexts.view([draft], state.page_table.cpu())
+        top, tail = state.fields[request.row, Field.TOP :].tolist()
+        listed = top + draft.context - tail
+        assert listed == int(expected.lengths[0])
+        assert torch.equal(lists.slots[:, request.row, :listed].cpu().long(), expected.slots[:, 0])
+        drafts, request.drafts = request.drafts, []
+        contexts.note(row)
+        request.drafts = drafts
+        assert listed <= contexts.listed(request, draft.context) <= lists.slots.shape[2]
+        taken = DeviceLists(config, policy, state, LONGEST)
+        contexts.renew(row, request, scores[:, 2 * index, : row.context])
+        made = contexts.top_of(request)
+        assert made is not None
+        taken.load(request.row, made[0].to(device), made[1])
+        assert torch.equal(taken.slots[:, request.row, :listed], lists.slots[:, request.row, :listed])
+        assert state.fields[request.row, Field.TOP :].tolist() == [top, tail]
+
+
+@pytest.mark.parametrize("size", [4, 16])
+def test_tokens_are_packed_as_on_the_host(size: int, device: torch.device) -> None:
+    requests = [request_of(0, 60, 4, size), request_of(1, 33, 1, size), request_of(2, 90, 9, size)]
+    state = state_of(requests, size, device)
+    state.history.copy_(torch.arange(state.history.numel(), device=device).view_as(state.history))
+    requests[0].drafts, requests[1].drafts = [1, 2, 3], [4]
+    rows = [Row.verify(requests[0], False), Row.draft(requests[1], False), Row.verify(requests[2], False)]
+    expected = pack(rows, state.history[:SLOTS], WIDTH, WIDTH, trash_slot=-1, sparse=None, tokens_read=0.0)
+    aheads = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 1), (2, 0)]
+    tokens = torch.tensor([*aheads, (SLOTS, 0)], dtype=torch.int32, device=device)
+    ids, positions, places = state.pack(tokens)
+    assert torch.equal(ids[:, :-1], expected.token_ids) and torch.equal(positions[:, :-1], expected.position_ids)
+    assert torch.equal(places[:-1], expected.write_slots)
+    assert places[-1] == -1
+
+
+def test_committed_tokens_follow_the_last_ones(device: torch.device) -> None:
+    requests = [request_of(0, 60, 4, 4), request_of(2, 90, 9, 4)]
+    state = state_of(requests, 4, device)
+    tokens = torch.tensor([[11, 12, 13], [21, 22, 23]], device=device)
+    state.commit(torch.tensor([0, 2], device=device), tokens, torch.tensor([2, 1], device=device))
+    assert state.history[0, WIDTH + 4 : WIDTH + 6].tolist() == [11, 12]
+    assert state.history[2, WIDTH + 9].item() == 21
+    assert state.fields[0, :2].tolist() == [62, 6] and state.fields[2, :2].tolist() == [91, 10]
