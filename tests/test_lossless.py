@@ -494,7 +494,7 @@ def test_page_memory_that_holds_nan_is_never_read(
             for pool in (*self.keys, *self.values):
                 pool.fill_(torch.nan)
 
-    monkeypatch.setattr("hf_aspire.session.AspireCache", Poisoned)
+    monkeypatch.setattr("hf_aspire.memory.AspireCache", Poisoned)
     batch = ragged(LENGTHS)
     batch["attention_mask"][2, -1] = 0
     output = aspire(model, batch, small(context=context, schedule="staggered"), max_new_tokens=12)

@@ -38,7 +38,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[AspireCache]:
             super().__init__(*arguments)
             made.append(self)
 
-    monkeypatch.setattr("hf_aspire.session.AspireCache", Seen)
+    monkeypatch.setattr("hf_aspire.memory.AspireCache", Seen)
     return made
 
 
@@ -223,7 +223,7 @@ def test_pages_of_a_failed_call_do_not_outlive_it(model: LlamaForCausalLM, monke
             super().__init__(*arguments)
             pools.extend(weakref.ref(pool) for pool in self.keys)
 
-    monkeypatch.setattr("hf_aspire.session.AspireCache", Seen)
+    monkeypatch.setattr("hf_aspire.memory.AspireCache", Seen)
     with monkeypatch.context() as patch, suppress(RuntimeError):
         patch.setattr(Runner, "forward", interrupt(RuntimeError("out of luck"), 5))
         aspire(model, BATCH, small(), max_new_tokens=8)

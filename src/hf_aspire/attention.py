@@ -36,6 +36,11 @@ class AttentionStep(Protocol):
 _current_step: ContextVar[AttentionStep | None] = ContextVar("aspire_current_step", default=None)
 
 
+def current_step() -> AttentionStep | None:
+    """The step that runs in this thread."""
+    return _current_step.get()
+
+
 @contextmanager
 def running(step: AttentionStep | None) -> Iterator[None]:
     """Marks this thread's forward as ours, for the mask function: it gets no keywords from the model.
@@ -121,6 +126,8 @@ def _attention_function(previous: str) -> Callable[..., tuple[Tensor, Tensor | N
         if args:
             raise TypeError(f"{type(module).__name__} gives its attention {len(args)} positional arguments too many")
         keywords["attention_mask"] = attention_mask
+        if torch.compiler.is_compiling():  # which nobody does under autocast
+            return step.attend(module, query, key, value, keywords), None
         device = query.device.type
         if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
             return step.attend(module, query, key, value, keywords), None

@@ -190,10 +190,18 @@ class BackendStep:
         self._backend = backend
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, keywords: dict[str, Any]) -> Tensor:
-        """See `AttentionStep`."""
+        """See `AttentionStep`. Compiled code calls it by an operator, since its work is opaque to the compiler."""
         layer: int = module.layer_idx  # type: ignore[assignment]
+        scaling = scaling_of(query, keywords)
+        if torch.compiler.is_compiling():
+            attended: Tensor = torch.ops.hf_aspire.attend(query, key, value, layer, scaling)
+            return attended
+        return self.attend_layer(layer, query, key, value, scaling)
+
+    def attend_layer(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """See `AttentionStep`."""
         heads = (split_heads(query), split_heads(key), split_heads(value))
-        return self._backend.run(layer, *heads, scaling_of(query, keywords))[None]
+        return self._backend.run(layer, *heads, scaling)[None]
 
     def mask(self, mask_function: Any) -> None:
         """Nothing: the probe has judged the model's masks."""

@@ -69,8 +69,8 @@ class AspireCache(Cache):
         with torch.inference_mode(False):  # tensors made inside inference mode could not be written outside it
             self.keys = [self._pool(pages + 1, layer, layer.key_size) for layer in layers]
             self.values = [self._pool(pages + 1, layer, layer.value_size) for layer in layers]
-        device = layers[0].device if layers else torch.device("cpu")
-        self.page_table = torch.zeros(requests, max(pages_per_request, 1), dtype=torch.int32, device=device)
+            device = layers[0].device if layers else torch.device("cpu")
+            self.page_table = torch.zeros(requests, max(pages_per_request, 1), dtype=torch.int32, device=device)
 
     # What Transformers asks of a cache
 

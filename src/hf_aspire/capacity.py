@@ -16,41 +16,40 @@ _MEMORY_SHARE = 0.9
 """Share of the free memory that pages may take where `kv_memory` does not say."""
 
 
-def page_count(
-    first: Sequence[Request],
-    requests: Sequence[Request],
-    config: AspireConfig,
-    layers: Sequence[LayerSpec],
-    *,
-    together: bool,
-) -> int:
+def page_count(wanted: int, least: int, longest: int, config: AspireConfig, layers: Sequence[LayerSpec]) -> int:
     """Pages to make: what the call needs, or what memory allows if that is less.
 
     Args:
-        first: Requests that prefill.
-        requests: All requests, forks included.
+        wanted: Pages that hold all rows at a time.
+        least: Pages without which the call cannot run: those of its largest row, or of all rows that run together.
+        longest: Tokens of the longest row, for the message.
         config: Page size and memory.
         layers: Shapes per layer.
-        together: Whether all rows must be in memory at the same time.
 
     Raises:
-        ValueError: One row alone, or all that must be there together, do not fit.
+        ValueError: The least pages do not fit.
     """
-    size = config.page_size
-    shared = sum(len(request.forks) * (request.kept // size) for request in first)
-    wanted = sum(pages_for(request.kept, request.limit, size) for request in requests) - shared
-    allowed = min(_allowed_pages(device, config, layers) for device in {layer.device for layer in layers})
-    least = wanted if together else max(pages_for(request.kept, request.limit, size) for request in requests)
+    allowed = allowed_pages(config, layers)
     if least > allowed:
-        page_bytes = size * sum(layer.bytes_per_token for layer in layers)
-        longest = max(request.kept + request.limit for request in requests)
-        what = f"a batch of {len(requests)} rows that must run together" if together else "one row"
+        page_bytes = config.page_size * sum(layer.bytes_per_token for layer in layers)
+        what = "a batch of rows that must run together" if least == wanted else "one row"
         raise ValueError(
             f"assistant='aspire': {what} of up to {longest} tokens needs {least} pages ({least * page_bytes:,} bytes) "
             f"of keys and values, and there is room for {allowed} ({allowed * page_bytes:,} bytes); shorten the "
             f"prompt, lower max_new_tokens, use a smaller batch, or raise kv_memory (got {config.kv_memory})"
         )
     return min(wanted, allowed)
+
+
+def wanted_pages(first: Sequence[Request], requests: Sequence[Request], page_size: int) -> int:
+    """Pages that hold all requests at a time; `first` are those that prefill, the others their forks."""
+    shared = sum(len(request.forks) * (request.kept // page_size) for request in first)
+    return sum(pages_for(request.kept, request.limit, page_size) for request in requests) - shared
+
+
+def allowed_pages(config: AspireConfig, layers: Sequence[LayerSpec]) -> int:
+    """Pages that every device has room for."""
+    return min(_allowed_pages(device, config, layers) for device in {layer.device for layer in layers})
 
 
 def free_memory(device: torch.device) -> int:

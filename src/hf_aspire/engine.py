@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,90 +13,64 @@ from torch import Tensor
 from .batch import MixedBatch, pack
 from .cache import AspireCache
 from .conversation import Prefix
-from .cost_model import CostModel
-from .planner import Planner
-from .processing import Processing
-from .request import Request, Row, RowKind
-from .runner import Runner
-from .sampling import RejectionSampler, Sampler
-from .scheduler import Schedule
-from .selection import SparseContexts
-from .stats import RowRecord, StatsRecorder
+from .decoding import Decoding
+from .request import Committed, Request, Row, RowKind
+from .sampling import RejectionSampler
+from .stats import RowRecord
 from .testing import DraftFunction
 from .verification import Decision, Verified, Verifier, draws_for
 
-
-@dataclass(frozen=True)
-class Committed:
-    """Tokens that a step added to a request's text, in order, and whether they end it."""
-
-    request: Request
-    tokens: list[int]
-    stopped: bool
+if TYPE_CHECKING:
+    from .pipeline import Pipeline  # it imports triton, which a CPU need not have
 
 
 class Engine:
     """Decodes requests, each at its own pace.
 
     Args:
-        runner: Runs packed batches.
+        decoding: The call's parts.
         cache: Pages.
-        contexts: Sparse contexts.
-        planner: Decides the rows of a step.
-        schedule: Learns how rounds went.
-        cost_model: Learns how long steps take.
-        processing: Logits processors of drafts.
-        sampler: Proposes drafts.
         verifier: Decides verified rows.
         history: `[requests, columns]` int64: padded prompts, then committed tokens and drafts.
-        prompt_width: Columns of the padded prompt.
-        end_tokens: Tokens that end a text; nothing is drafted behind one.
-        recorder: Statistics.
         replace_draft: Test hook.
         prefix: Keys and values that a passed-in cache holds already, or None.
         fed_columns: Columns of the padded prompt that are fed; the others are in the cache already.
         embeds: `[requests, fed columns, hidden]` prompts given as embeddings, or None.
+        pipeline: Takes over between prompts where the device can go ahead of the host, or None.
     """
 
     def __init__(
         self,
+        decoding: Decoding,
         *,
-        runner: Runner,
         cache: AspireCache,
-        contexts: SparseContexts,
-        planner: Planner,
-        schedule: Schedule,
-        cost_model: CostModel,
-        processing: Processing,
-        sampler: Sampler,
         verifier: Verifier,
         history: Tensor,
-        prompt_width: int,
-        end_tokens: frozenset[int],
-        recorder: StatsRecorder,
         replace_draft: DraftFunction | None,
         prefix: Prefix | None,
         fed_columns: int,
         embeds: Tensor | None,
+        pipeline: Pipeline | None,
     ) -> None:
-        self._runner = runner
+        self._runner = decoding.runner
+        self._contexts = decoding.contexts
+        self._planner = decoding.planner
+        self._schedule = decoding.schedule
+        self._cost_model = decoding.cost_model
+        self._processing = decoding.processing
+        self._sampler = decoding.sampler
+        self._end_tokens = decoding.end_tokens
+        self._recorder = decoding.recorder
+        self._width = decoding.prompt_width
         self._cache = cache
-        self._contexts = contexts
-        self._planner = planner
-        self._schedule = schedule
-        self._cost_model = cost_model
-        self._processing = processing
-        self._sampler = sampler
         self._verifier = verifier
         self._history = history
-        self._width = prompt_width
-        self._end_tokens = end_tokens
-        self._recorder = recorder
         self._replace_draft = replace_draft
         self._prefix = prefix
         # Prompts given as embeddings have no tokens in the history: any address serves for them.
-        self._fed_columns = fed_columns if embeds is None else prompt_width
+        self._fed_columns = fed_columns if embeds is None else self._width
         self._embeds = embeds
+        self._pipeline = pipeline
         self._records: list[RowRecord] = []
 
     @property
@@ -110,6 +84,11 @@ class Engine:
 
     def step(self) -> list[Committed]:
         """Plan, pack, forward, verify, commit, refresh."""
+        if self._pipeline is not None:
+            if self._planner.steady:
+                return self._pipeline.step()
+            if self._pipeline.entered:
+                return self._pipeline.drain()
         started = time.perf_counter()
         rows = self._plan()
         batch = self._pack(rows)

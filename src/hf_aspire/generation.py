@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,12 +48,17 @@ def run(call: Call) -> Tensor | AspireOutput:
             facts = probe_model(model, prompt.visible.shape[1] + call.limit)
             # Dropout makes equal prompts differ.
             same = range(len(requests)) if is_training(model) else _same_prompts(prompt, requests)
-            with closing(Session(call, prompt, requests, same, facts)) as session:
+            with _current(facts.device), closing(Session(call, prompt, requests, same, facts)) as session:
                 session.decode()
                 return _result(call, session)
     finally:
         if call.streamer is not None:
             call.streamer.end()
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a GPU the current one: kernels, events and captures go there, whichever GPU the caller's is."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _requests(call: Call, prompt: Prompt) -> list[Request]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -222,9 +223,15 @@ def _decode(
     )
 
 
-def release(model: PreTrainedModel) -> None:
-    """Frees what is kept for a model between calls.
+def release(model: torch.nn.Module) -> None:
+    """Frees what is kept for a model between calls: on a GPU its page pools, CUDA graphs and compiled layers.
 
-    Nothing is kept yet: pages live for one call. The function is here so that code written now frees page pools and
-    CUDA graphs once they outlive a call.
+    They are kept so that the next call need not make them again, and freed with the model at the latest.
+
+    Args:
+        model: The model, or a wrapper of it.
     """
+    if find_spec("triton") is not None:
+        from .workspace import workspaces  # imports triton, which a CPU need not have
+
+        workspaces.drop(model)

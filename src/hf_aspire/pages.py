@@ -42,6 +42,11 @@ class PageAllocator:
         """Pages that nobody holds."""
         return self._free
 
+    @property
+    def all_free(self) -> bool:
+        """Whether nobody holds a page."""
+        return self._free == len(self._references)
+
     def grow(self, count: int) -> None:
         """Adds `count` free pages behind the last one.
 

@@ -83,6 +83,18 @@ class Processing:
                 scores = self._by_column(processor, scores, rows, positions)
         return scores
 
+    def __len__(self) -> int:
+        return len(self._processors)
+
+    @property
+    def warps_only(self) -> bool:
+        """Whether all processors are functions of the scores alone."""
+        return all(type(processor) in _WARPERS for processor in self._processors)
+
+    def warp(self, logits: Tensor) -> Tensor:
+        """The scores `[K, V]` float32 of logits, whoever's they are; for processors that are `warps_only`."""
+        return self(logits, [], [])
+
     def _by_column(self, processor: Any, scores: Tensor, rows: Sequence[int], positions: Sequence[int]) -> Tensor:
         members: dict[int, list[int]] = {}
         for k, position in enumerate(positions):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,11 @@ from .backends import Backend, BackendStep
 from .batch import MixedBatch
 from .cache import AspireCache
 from .compat import CACHE_NAME, PreTrainedModel
+from .compiled import CompiledSteps
+from .graphs import Graphs
+
+if TYPE_CHECKING:
+    from .step_tables import Plan, StepTables  # they import triton, which a CPU need not have
 
 
 class Runner:
@@ -22,13 +27,25 @@ class Runner:
         cache: Pools.
         backend: Kernels.
         keeps_logits: Whether the model computes logits for chosen tokens only.
+        steps: Runs planned steps with compiled layers, or None.
+        graphs: Captured forwards of planned steps.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: AspireCache, backend: Backend, keeps_logits: bool) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: AspireCache,
+        backend: Backend,
+        keeps_logits: bool,
+        steps: CompiledSteps | None = None,
+        graphs: Graphs | None = None,
+    ) -> None:
         self._model = model
         self._cache = cache
         self._keeps_logits = keeps_logits
         self._step = BackendStep(backend)
+        self._steps = steps
+        self._graphs = Graphs(False) if graphs is None else graphs
         self.backend = backend
 
     @torch.no_grad()
@@ -44,17 +61,43 @@ class Runner:
             Logits `[K, V]` of the tokens in `batch.logits_index`, in the model's dtype.
         """
         self.backend.plan(batch)
-        inputs: dict[str, Any] = {
-            **({"input_ids": batch.token_ids} if batch.embeds is None else {"inputs_embeds": batch.embeds}),
-            "position_ids": batch.position_ids,
+        tokens = {"input_ids": batch.token_ids} if batch.embeds is None else {"inputs_embeds": batch.embeds}
+        kept = {"logits_to_keep": batch.logits_index} if self._keeps_logits else {}
+        logits = self._run(self._model, batch.position_ids, {**tokens, **kept})
+        logits = logits if self._keeps_logits else logits[batch.logits_index.to(logits.device)]
+        return logits.to(batch.token_ids.device)
+
+    @torch.no_grad()
+    def forward_planned(self, plan: Plan, tables: StepTables) -> tuple[Tensor, bool]:
+        """One forward of a planned step, and the lists that its scores make.
+
+        Returns:
+            What `StepTables.settle` does if the plan settles, else logits `[T, V]` of all tokens; valid until the next
+            forward. And whether nothing was compiled or captured.
+        """
+        steady = self._graphs.knows(plan.shape)
+        return self._graphs.run(plan.shape, lambda: self._planned(plan, tables)), steady
+
+    def _planned(self, plan: Plan, tables: StepTables) -> Tensor:
+        token_ids, position_ids = tables.fill(plan)
+
+        def forward(model: PreTrainedModel) -> Tensor:
+            return self._run(model, position_ids, {"input_ids": token_ids})
+
+        logits = None if self._steps is None else self._steps.run(forward)
+        if logits is None:
+            logits = forward(self._model)
+        tables.renew(plan)
+        return tables.settle(plan, token_ids, logits) if plan.shape.settles else logits
+
+    def _run(self, model: PreTrainedModel, position_ids: Tensor, inputs: dict[str, Any]) -> Tensor:
+        inputs |= {
+            "position_ids": position_ids,
             CACHE_NAME: self._cache,
             "use_cache": True,
             "return_dict": True,
             STEP: self._step,
         }
-        if self._keeps_logits:
-            inputs["logits_to_keep"] = batch.logits_index
         with running(self._step):
-            logits: Tensor = self._model(**inputs).logits[0]
-        logits = logits if self._keeps_logits else logits[batch.logits_index.to(logits.device)]
-        return logits.to(batch.token_ids.device)
+            logits: Tensor = model(**inputs).logits[0]
+        return logits

@@ -139,6 +139,10 @@ class Sampler(Protocol):
     def can_choose(self, best: float) -> bool:
         """Whether a token can be chosen from scores whose highest is `best`."""
 
+    @property
+    def takes_highest(self) -> bool:
+        """Whether it always chooses the highest score."""
+
 
 class ArgmaxSampler:
     """Greedy decoding, or `coupled` sampling when `sample`."""
@@ -159,6 +163,11 @@ class ArgmaxSampler:
     def step(self, scores: Tensor, draws: Draws, drafts: Tensor, depths: Tensor) -> Tensor:
         """See `Sampler`."""
         return self._choose(scores, draws)[0]
+
+    @property
+    def takes_highest(self) -> bool:
+        """See `Sampler`."""
+        return not self._sample
 
     def can_choose(self, best: float) -> bool:
         """See `Sampler`. Plain greedy decoding takes the first token where all are -inf, and so do we."""
@@ -229,6 +238,11 @@ class RejectionSampler:
         final = self._final(scores, target, draws, has_draft & ~kept, slots, depths)
         return torch.where(kept, known, final)
 
+    @property
+    def takes_highest(self) -> bool:
+        """See `Sampler`."""
+        return False
+
     def can_choose(self, best: float) -> bool:
         """See `Sampler`."""
         return math.isfinite(best)
@@ -238,7 +252,7 @@ class RejectionSampler:
     ) -> Tensor:
         """The token behind the accepted drafts: from what q lacks after a rejection, from p after full acceptance."""
         bonus = _draw(scores, draws, Purpose.TARGET)
-        if not bool(rejected.any()):
+        if not rejected.is_cuda and not bool(rejected.any()):  # a GPU would have to be waited for
             return bonus
         proposed = self._proposed[slots, depth.clamp(max=self._proposed.shape[1] - 1)]
         residual = (target - proposed).clamp(min=0)

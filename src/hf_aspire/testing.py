@@ -19,6 +19,7 @@ class Hooks:
     draft: DraftFunction | None = None
     acceptance: tuple[float, ...] | None = None
     seed: int = 0
+    random_context: bool = False
 
 
 _NONE = Hooks()
@@ -57,6 +58,19 @@ def replay_acceptance(profile: Sequence[float], seed: int = 0) -> Iterator[None]
     if not values or not all(0 <= p <= 1 for p in values):
         raise ValueError(f"replay_acceptance: got {profile!r}, expected one or more probabilities in [0, 1]")
     token = _active.set(replace(_active.get(), acceptance=values, seed=seed))
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+@contextmanager
+def random_context() -> Iterator[None]:
+    """Fills the pages with random keys and values and computes only the last eight tokens of every prompt.
+
+    For benchmarks of decoding at contexts whose prompts would take minutes to read. The text is not the model's.
+    """
+    token = _active.set(replace(_active.get(), random_context=True))
     try:
         yield
     finally:

@@ -11,7 +11,17 @@ if not torch.cuda.is_available():
 
 collect_ignore = []
 if importlib.util.find_spec("triton") is None:
-    names = ("combine", "mixed_attention", "select", "store_kv", "triton_backend")
+    names = (
+        "combine",
+        "compiled",
+        "device_lists",
+        "many_calls",
+        "mixed_attention",
+        "pipeline",
+        "select",
+        "store_kv",
+        "triton_backend",
+    )
     collect_ignore = [f"test_{name}.py" for name in names]
 
 

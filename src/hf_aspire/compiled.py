@@ -1,0 +1,128 @@
+"""A model's decoder layers compiled, without a change to the model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .attention import current_step
+from .backends import BackendStep
+from .compat import PreTrainedModel
+from .model_checks import is_training
+
+_RECOMPILE_LIMIT = 64
+"""Compilations of all models of a process: every one with other sizes needs two, and torch's own limit is 8."""
+
+
+@torch.library.custom_op("hf_aspire::attend", mutates_args=())
+def _attend(query: Tensor, key: Tensor, value: Tensor, layer: int, scaling: float) -> Tensor:
+    """Attention of the step that runs in this thread: `[1, H, T, D]` each -> `[1, T, Hq, Dv]`."""
+    step = current_step()
+    assert isinstance(step, BackendStep)
+    return step.attend_layer(layer, query, key, value, scaling)
+
+
+@_attend.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, layer: int, scaling: float) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+
+
+def compile_obstacle(model: PreTrainedModel) -> str | None:
+    """Why a model's layers cannot be compiled apart from it, or None."""
+    if not any(isinstance(module, GradientCheckpointingLayer) for module in model.modules()):
+        return f"{type(model).__name__} has no decoder layers that Transformers marks as such"
+    return replay_obstacle(model)
+
+
+def replay_obstacle(model: PreTrainedModel) -> str | None:
+    """Why the kernels of a model's forward may differ from one step to the next, or None."""
+    if torch.is_autocast_enabled("cuda"):
+        return "autocast is on"
+    if is_training(model):
+        return f"{type(model).__name__} is in training mode"
+    if nn.modules.module._has_any_global_hook():
+        return "a hook is registered for all modules"
+    for name, module in model.named_modules():
+        what = name or type(model).__name__
+        if "forward" in vars(module):
+            return f"the forward of {what} is wrapped, by accelerate's hooks for example"
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"{what} has a forward hook, which runs in every step"
+        if module._compiled_call_impl is not None:
+            return f"{what} is compiled already"
+    return None
+
+
+def compiled_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A model that shares every parameter with `model`, and whose decoder layers run compiled.
+
+    All layers share their code, and compile once for the first of each kind. Nothing is assigned to the model's own
+    modules: plain forwards of it, in other threads too, stay as they are.
+    """
+    twin = _twin(model, {})
+    for module in twin.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.compile(dynamic=True)
+    return twin
+
+
+class CompiledSteps:
+    """Forwards of a model's compiled twin, for as long as its layers compile.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._twin: PreTrainedModel | None = None
+        try:
+            self._twin = compiled_twin(model)
+        except Exception as error:  # modules that are more than their attributes
+            self._give_up(error)
+
+    def run(self, forward: Callable[[PreTrainedModel], Tensor]) -> Tensor | None:
+        """What `forward` makes of the twin; None where compiling it fails, now or earlier."""
+        if self._twin is None:
+            return None
+        # A layer's index is an attribute of its modules: as a constant it would compile every layer for itself.
+        settings = {
+            "allow_unspec_int_on_nn_module": True,
+            "fail_on_recompile_limit_hit": True,
+            "recompile_limit": max(_RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit),
+        }
+        try:
+            with torch._dynamo.config.patch(settings):
+                return forward(self._twin)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise  # what cannot be captured may well be compiled
+            self._give_up(error)
+            return None
+
+    def _give_up(self, error: Exception) -> None:
+        self._twin = None
+        warnings.warn(
+            f"hf_aspire runs without compiled layers: compiling them failed, {type(error).__name__}: {error}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _twin(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
+    """A copy of a module tree: new modules, the same parameters and buffers.
+
+    Not by `copy.copy`: a module's state may refuse to be taken out, as that of parametrised ones does.
+    """
+    if id(module) not in made:
+        twin = made[id(module)] = object.__new__(type(module))
+        vars(twin).update(vars(module))
+        vars(twin)["_modules"] = {
+            name: None if child is None else _twin(child, made) for name, child in module._modules.items()
+        }
+    return made[id(module)]

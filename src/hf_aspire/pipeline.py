@@ -1,0 +1,303 @@
+"""Steps that follow each other on the device without waiting for the host.
+
+While the device runs a step, the host plans the next one with upper bounds of what the first will commit, and reads
+the outcome one step late. Everything that depends on an outcome (which tokens, where they go, what a draft reads) is
+computed on the device. Only steps without prompts run here, of calls that decide every row at its own pace.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .decoding import Decoding
+from .device_lists import DeviceLists
+from .device_state import DeviceState, Field
+from .request import Committed, Row, RowKind
+from .sampling import Draws
+from .stats import RowRecord
+from .step_tables import Plan, StepTables
+from .testing import Replay
+from .verification import check_choice
+
+_UNKNOWN = -1
+"""A draft that the host has not heard of yet."""
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step that the device works on.
+
+    Attributes:
+        rows: Its rows, as planned.
+        drafts: The list that a draft row's draft goes into, by request slot.
+        bounds: Queries of the full rows, by request slot: what they may commit.
+        padded: Query tokens, T, those that fill the batch up included.
+        tokens_read: KV tokens that attention reads, averaged over layers.
+        outcome: What `StepTables.settle` returns, on the host once `done`.
+        done: When the outcome is there.
+        steady: Whether its time is that of such a step, without compiling or capturing.
+    """
+
+    rows: Sequence[Row]
+    drafts: dict[int, list[int]]
+    bounds: dict[int, int]
+    padded: int
+    tokens_read: float
+    outcome: Tensor
+    done: _Moment
+    steady: bool
+
+
+class _Moment:
+    """A point in the device's work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._time = time.perf_counter()
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Blocks until the device gets there."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def since(self, earlier: _Moment) -> float:
+        """Seconds of the device between two moments that it has reached."""
+        if self._event is None or earlier._event is None:
+            return self._time - earlier._time
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
+class Pipeline:
+    """Plans one step ahead.
+
+    Args:
+        decoding: The call's parts; its processors must look at scores alone.
+        tables: Builds a step's tables.
+        state: The requests on the device.
+        lists: Their sparse lists.
+        replay: Acceptance drawn from a profile, for benchmarks, or None.
+    """
+
+    def __init__(
+        self, decoding: Decoding, tables: StepTables, state: DeviceState, lists: DeviceLists, replay: Replay | None
+    ) -> None:
+        self._runner = decoding.runner
+        self._contexts = decoding.contexts
+        self._planner = decoding.planner
+        self._schedule = decoding.schedule
+        self._cost_model = decoding.cost_model
+        self._processing = decoding.processing
+        self._sampler = decoding.sampler
+        self._end_tokens = decoding.end_tokens
+        self._recorder = decoding.recorder
+        self._width = decoding.prompt_width
+        self._tables = tables
+        self._state = state
+        self._lists = lists
+        self._replay = replay
+        # The highest logit, unprocessed: the forward's graph can choose and commit by itself.
+        self._settles = decoding.sampler.takes_highest and not decoding.processing
+        self._flight: _Flight | None = None
+        self._last: _Moment | None = None
+
+    @property
+    def entered(self) -> bool:
+        """Whether the device may know more than the host."""
+        return self._last is not None
+
+    def step(self) -> list[Committed]:
+        """Starts the next step, then reads the outcome of the last one."""
+        if self._last is None:
+            self._last = self._enter()
+        previous, self._flight = self._flight, None
+        rows = self._planner.rows()
+        if rows:
+            self._flight = self._launch(rows)
+        return self._collect(previous) if previous is not None else []
+
+    def drain(self) -> list[Committed]:
+        """Reads the last outcome; the host then knows everything again."""
+        previous, self._flight = self._flight, None
+        committed = self._collect(previous) if previous is not None else []
+        self._last = None
+        self._contexts.forget()
+        return committed
+
+    def _enter(self) -> _Moment:
+        """Brings what the host knows to the device."""
+        self._state.load(self._planner.decoding, self._width)
+        for request in self._planner.decoding:
+            made = self._contexts.top_of(request)
+            if made is not None:
+                self._lists.load(request.row, *made)
+        return _Moment(self._state.fields.device)
+
+    def _launch(self, rows: list[Row]) -> _Flight:
+        """Plans a step's tables, starts its work, and moves the requests on by upper bounds."""
+        drafting = [row.kind is RowKind.DRAFT for row in rows]
+        pairs = list(zip(rows, drafting, strict=True))
+        listed = np.array([self._contexts.listed(row.request, row.context) if draft else 0 for row, draft in pairs])
+        read = sum(self._contexts.tokens_read(row.request) if draft else row.context for row, draft in pairs)
+        choice = None if self._settles else _choices(rows)
+        plan = self._tables.plan(rows, listed, self._forced(rows), choice)
+        result, steady = self._runner.forward_planned(plan, self._tables)
+        outcome = (result if self._settles else self._decide(plan, result, rows)).to("cpu", non_blocking=True)
+        done = _Moment(result.device)
+        drafts: dict[int, list[int]] = {}
+        bounds: dict[int, int] = {}
+        for row, draft in pairs:
+            request = row.request
+            if draft:
+                drafts[request.row] = request.drafts
+                request.drafts.append(_UNKNOWN)
+            else:
+                bounds[request.row] = row.queries
+                request.length += row.queries
+                request.generated += row.queries
+                request.rounds += 1
+                request.draft_rounds += row.queries > 1
+                request.drafts = []
+                request.drafted_end = False
+            if row.scored:
+                self._contexts.note(row)
+        return _Flight(rows, drafts, bounds, plan.shape.tokens, read, outcome, done, steady)
+
+    def _forced(self, rows: Sequence[Row]) -> NDArray[np.int64]:
+        """Accepted drafts of every full row, where a benchmark replays them; else -1."""
+        forced = np.full(len(rows), -1)
+        if self._replay is not None:
+            for index, row in enumerate(rows):
+                if row.kind is not RowKind.DRAFT:
+                    forced[index] = self._replay.accepted(row.queries - 1)
+        return forced
+
+    def _decide(self, plan: Plan, logits: Tensor, rows: Sequence[Row]) -> Tensor:
+        """Drafts, accepts and commits on the device, by the sampler; returns what `StepTables.settle` does."""
+        drafting, checked, full = (part.long() for part in plan.parts[plan.tables :])
+        text = torch.zeros(plan.shape.tokens, dtype=torch.int64, device=logits.device)
+        accepted = torch.zeros(len(plan.parts[1]), dtype=torch.int64, device=logits.device)
+        best = torch.zeros(plan.shape.tokens, dtype=torch.float32, device=logits.device)
+        if checked.numel():
+            most = max(row.queries for row in rows if row.kind is not RowKind.DRAFT)
+            tokens, kept, best[checked[0]] = self._check(logits, plan, checked, full, most)
+            text[checked[0]] = tokens[checked[4], checked[2]]
+            accepted[full[2]] = kept
+        if drafting.numel():
+            text[drafting[0]] = self._draft(logits, drafting)
+        return torch.cat([text, accepted, best.view(torch.int32).long()])
+
+    def _draft(self, logits: Tensor, drafting: Tensor) -> Tensor:
+        index, slots, depths, rounds = drafting
+        fields = self._state.fields[slots]
+        positions = fields[:, Field.GENERATED] + depths
+        draws = Draws(self._state.noise_keys[slots], positions, rounds)
+        tokens = self._sampler.draft(self._processing.warp(logits[index]), draws, slots, depths)
+        self._state.history[slots, fields[:, Field.COLUMN] + positions] = tokens
+        return tokens
+
+    def _check(
+        self, logits: Tensor, plan: Plan, checked: Tensor, full: Tensor, most: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens `[V, most]` and accepted drafts `[V]` of the full rows, highest scores `[K]` of their queries."""
+        index, slot_of, ahead, rounds, _ = checked
+        slots, counts, rows = full
+        draws = Draws(self._state.noise_keys[slot_of], self._state.fields[slot_of, Field.GENERATED] + ahead, rounds)
+        fields = self._state.fields[slots]
+        depth = torch.arange(most, device=logits.device)
+        columns = (fields[:, Field.COLUMN] + fields[:, Field.GENERATED])[:, None] + depth
+        drafts = self._state.history[slots[:, None], columns.clamp(max=self._state.history.shape[1] - 1)]
+        drafts = torch.where(depth < (counts - 1)[:, None], drafts, -1)
+        outcome = self._sampler.verify(self._processing.warp(logits[index]), draws, drafts[:, :-1], counts, slots)
+        forced = plan.parts[1][rows, 4].long()
+        accepted = torch.where(forced >= 0, forced, outcome.accepted)
+        tokens = torch.where(depth < accepted[:, None], drafts, outcome.tokens)
+        self._state.commit(slots, tokens, accepted + 1)
+        return tokens, accepted, outcome.best
+
+    def _collect(self, flight: _Flight) -> list[Committed]:
+        """Reads a step's outcome: corrects the bounds, ends texts, and teaches the schedule and the cost model."""
+        flight.done.wait()
+        assert self._last is not None
+        seconds, self._last = flight.done.since(self._last), flight.done
+        going = [row for row in flight.rows if not row.request.stopped]  # an ended text's last row is dropped
+        records = {row.request.row: RowRecord(row.request.row, row.kind, row.queries) for row in going}
+        values, count = flight.outcome.numpy(), flight.padded
+        tokens, accepted = values[:count].tolist(), values[count:-count].tolist()
+        scores = values[-count:].astype(np.int32).view(np.float32)
+        committed = []
+        first = 0
+        for row, kept in zip(flight.rows, accepted, strict=False):
+            if row.kind is RowKind.DRAFT:
+                self._note_draft(row, flight.drafts[row.request.row], tokens[first])
+            elif row.request.row in records:
+                line = tokens[first : first + kept + 1]
+                committed.append(self._end_round(row, records[row.request.row], line, scores[first:]))
+            first += row.queries
+        if flight.steady:
+            self._cost_model.observe(sum(row.queries for row in flight.rows), flight.tokens_read, seconds)
+        ended = time.perf_counter()
+        decided = [records[slot] for slot in flight.bounds if slot in records]
+        self._recorder.step(ended - seconds, ended, list(records.values()), decided)
+        return committed
+
+    def _note_draft(self, row: Row, drafts: list[int], token: int) -> None:
+        """Writes a draft down in its round, and ends the round behind an end token, if it goes on still."""
+        drafts[drafts.index(_UNKNOWN)] = token
+        if token in self._end_tokens and row.request.drafts is drafts:
+            row.request.drafted_end = True
+
+    def _end_round(self, row: Row, record: RowRecord, tokens: list[int], scores: NDArray[np.float32]) -> Committed:
+        """Commits a full row's tokens on the host."""
+        request, drafted, accepted = row.request, row.queries - 1, len(tokens) - 1
+        request.length -= row.queries - len(tokens)
+        request.generated -= row.queries - len(tokens)
+        ahead = self._flight.bounds.get(request.row, 0) if self._flight is not None else 0
+        generated = request.generated - ahead
+        for place, token in enumerate(tokens):
+            check_choice(self._sampler, float(scores[place]), request.row, generated - len(tokens) + place)
+            if token in self._end_tokens:
+                tokens = tokens[: place + 1]
+                drafted, accepted = min(drafted, len(tokens)), min(accepted, len(tokens))
+                break
+        stopped = tokens[-1] in self._end_tokens or generated >= request.limit
+        record.drafted, record.accepted, record.committed = drafted, accepted, len(tokens)
+        self._schedule.observe(request.row, drafted, accepted)
+        if stopped:
+            request.stopped = True
+            if not self._planner.after_end.stay:
+                self._planner.finish(request)
+        return Committed(request, tokens, stopped)
+
+
+def _choices(rows: Sequence[Row]) -> list[NDArray[np.int32]]:
+    """Where the logits of a step lie, and whose they are.
+
+    Returns:
+        `[4, D]` of the draft rows: token, slot, draft of its round, round. `[5, K]` of the full rows' queries: token,
+        slot, query, round, full row. `[3, V]` of the full rows: slot, queries, row.
+    """
+    drafting: list[tuple[int, ...]] = []
+    checked: list[tuple[int, ...]] = []
+    full: list[tuple[int, ...]] = []
+    first = 0
+    for index, row in enumerate(rows):
+        request = row.request
+        if row.kind is RowKind.DRAFT:
+            drafting.append((first, request.row, len(request.drafts), request.rounds))
+        else:
+            checked += [(first + k, request.row, k, request.rounds, len(full)) for k in range(row.queries)]
+            full.append((request.row, row.queries, index))
+        first += row.queries
+    return [
+        np.array(entries, dtype=np.int32).reshape(-1, width).T
+        for entries, width in ((drafting, 4), (checked, 5), (full, 3))
+    ]

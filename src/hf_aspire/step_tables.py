@@ -1,0 +1,256 @@
+"""The tables of a step that is planned before the lengths it meets are known.
+
+The host knows which rows there are, how many queries each has and upper bounds of their lengths: enough to cut the
+work. Starts and lengths are filled in on the device. All tables go there in one copy, to addresses that the shape of
+the step determines, so that a CUDA graph can read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .device_lists import DeviceLists
+from .device_state import DeviceState, Field
+from .graphs import Graphs, Shape
+from .kernels import work
+from .kernels.mixed_attention import Partials
+from .kernels.tiles import Tile
+from .request import Request, Row, RowKind
+from .triton_backend import Tables, TritonBackend, View
+
+Array = NDArray[np.int32]
+_BUFFER = 1 << 20
+"""Entries of the copy to the device: rows, items and merges of a few hundred rows."""
+_LEAST_ITEMS = 64
+
+
+class StepTables:
+    """Builds tables on the host and hands them to the kernels.
+
+    Args:
+        backend: Kernels.
+        state: The requests on the device.
+        lists: Their sparse lists.
+        graphs: Knows which shapes were captured.
+        longest: Most context tokens of a request.
+        most: Most queries of a row.
+    """
+
+    def __init__(
+        self, backend: TritonBackend, state: DeviceState, lists: DeviceLists, graphs: Graphs, longest: int, most: int
+    ) -> None:
+        self._backend = backend
+        self._state = state
+        self._lists = lists
+        self._graphs = graphs
+        self._longest = longest
+        self._most = torch.arange(most, device=state.fields.device)
+        nothing = np.zeros(1, dtype=np.int64)
+        self._filler = Request(state.filler, nothing, nothing, kept=0, limit=0, noise_key=0)
+        device = state.fields.device
+        self._buffer = torch.zeros(_BUFFER, dtype=torch.int32, device=device)
+        self._scratch: dict[tuple[int, ...], tuple[Tensor, Tensor] | Partials] = {}
+
+    def plan(
+        self, rows: Sequence[Row], listed: NDArray[np.int64], forced: NDArray[np.int64], choice: Sequence[Array] | None
+    ) -> Plan:
+        """The tables of rows, cut on the host and on their way to the device.
+
+        Args:
+            rows: The rows; starts and lengths are upper bounds.
+            listed: Upper bounds of the listed tokens of every row, 0 where it reads its whole context.
+            forced: Drafts that are accepted of every row whatever the logits say, -1 where they decide.
+            choice: Further arrays to send along for who chooses the tokens; None: the highest logits, in the forward.
+        """
+        backend, count = self._backend, sum(row.queries for row in rows)
+        tokens = _tokens_for(count)
+        if tokens > count:  # attends nothing, so that the tokens that fill the batch up are zeros, not garbage
+            rows = [*rows, Row(self._filler, RowKind.VERIFY, tokens - count, 0, 0)]
+            listed, forced = np.append(listed, 0), np.append(forced, -1)
+        tile = backend.tile(max(row.queries for row in rows if row.request is not self._filler))
+        slots = np.array([row.request.row for row in rows])
+        tables, cuts, score_slots = [], [], 0
+        for key in backend.view_keys:
+            table, scored = backend.row_table(key, rows, listed, slots)
+            tables.append((table, scored))
+            cuts.append(backend.cut(table, tile))
+            score_slots = max(score_slots, 0 if scored is None else len(scored))
+        sizes = tuple((_power(cut.used_items, _LEAST_ITEMS), _power(cut.used_merges, 16)) for cut in cuts)
+        needed = Shape(tokens, tile.block_m, _power(score_slots, 4), choice is None, sizes)
+        shape = self._graphs.shape_for(needed)
+
+        parts = self._who(rows, count, slots, forced)
+        for (table, scored), cut, (items, merges) in zip(tables, cuts, shape.work, strict=True):
+            parts += [
+                _filled(table, self._state.filler + 2, 0),
+                _filled(cut.items[: cut.used_items], items, -1),
+                _filled(cut.merges[: cut.used_merges], merges, -1),
+                _filled(np.zeros(0, dtype=np.int32) if scored is None else scored, shape.scored, -1),
+            ]
+        scored_views = tuple(scored is not None for _, scored in tables)
+        return Plan(rows, shape, tile, scored_views, self._send([*parts, *(choice or ())]), len(parts))
+
+    def _who(
+        self, rows: Sequence[Row], count: int, slots: NDArray[np.int64], forced: NDArray[np.int64]
+    ) -> list[NDArray[np.integer]]:
+        """Whose the tokens are.
+
+        Returns:
+            `[T, 4]` of the tokens: slot, tokens ahead of its last committed one, row, query of the row. `[R, 5]` of
+            the rows: slot, tokens ahead of the first query, first token, drafts (-1: it drafts), forced. Rows that are
+            not used are the filling slot's, and so is the last entry.
+        """
+        queries = np.array([row.queries for row in rows])
+        first = np.cumsum(queries) - queries
+        aheads = np.array([_ahead(row) for row in rows])
+        commits = [row.kind is not RowKind.DRAFT and row.request is not self._filler for row in rows]
+        drafts = np.where(commits, queries - 1, -1)
+        steps = np.arange(queries.sum()) - np.repeat(first, queries)
+        steps[count:] = 0
+        repeated = [np.repeat(values, queries) for values in (slots, aheads, np.arange(len(rows)))]
+        tokens = np.stack([repeated[0], repeated[1] + steps, repeated[2], steps], 1)
+        table = np.stack([slots, aheads, first, drafts, forced], 1)
+        return [tokens, _filled(table, self._state.filler + 2, [self._state.filler, 0, 0, -1, -1])]
+
+    def fill(self, plan: Plan) -> tuple[Tensor, Tensor]:
+        """Completes a plan's tables on the device and gives them to the kernels; token and position ids `[1, T]`."""
+        tokens, row_state, *parts = plan.parts[: plan.tables]
+        ids, positions, places = self._state.pack(tokens)
+        slot, ahead = row_state[:, :2].long().unbind(1)
+        views = {}
+        raw = scores = None
+        if plan.shape.scored:
+            raw, scores = self._scores(plan.shape.scored, plan.tile)
+        for index, key in enumerate(self._backend.view_keys):
+            table, items, merges, scored = parts[4 * index : 4 * index + 4]
+            is_scored = plan.scored_views[index]
+            views[key] = View(
+                self._rows(table, slot, ahead),
+                items,
+                merges if len(merges) else None,
+                self._partials(plan.shape.work[index][0], plan.shape.tokens if is_scored else 0, plan.tile),
+                scored if is_scored else None,
+            )
+        self._backend.use(Tables(places, views, self._lists.slots, raw, scores, plan.tile))
+        return ids, positions
+
+    def renew(self, plan: Plan) -> None:
+        """Makes the lists of the rows that the last forward scored."""
+        if not plan.shape.scored:
+            return
+        scores = self._scores(plan.shape.scored, plan.tile)[1]
+        scored_rows = plan.parts[5 + 4 * plan.scored_views.index(True)]
+        row_state = plan.parts[1].long()
+        chosen = row_state[scored_rows.long()]  # -1: the last entry, which is the filler's
+        scored = self._state.fields[chosen[:, 0], Field.LENGTH] + chosen[:, 1] + 1
+        self._lists.renew(scores, chosen[:, 0], scored)
+
+    def settle(self, plan: Plan, ids: Tensor, logits: Tensor) -> Tensor:
+        """Commits the tokens with the highest logits.
+
+        Args:
+            plan: The step.
+            ids: `[1, T]`, what was fed.
+            logits: `[T, V]`.
+
+        Returns:
+            What a step tells the host, one int64 tensor: `[T]` tokens behind the queries, `[R]` accepted drafts of
+            the rows, `[T]` bits of the highest scores as float32.
+        """
+        best = logits.max(-1)  # the first of equals, NaN before all: as plain's argmax
+        text, accepted = self._state.settle(plan.parts[0], plan.parts[1], ids[0], best.indices, self._most)
+        return torch.cat([text, accepted, best.values.float().view(torch.int32).long()])
+
+    def _rows(self, table: Tensor, slot: Tensor, ahead: Tensor) -> Tensor:
+        """A row table with the starts and lengths that the requests have."""
+        fields = self._state.fields[slot]
+        start = fields[:, Field.LENGTH] + ahead
+        context = torch.minimum(start + table[:, work.ROW_QUERIES], fields[:, Field.CAPACITY])
+        listed = table[:, work.ROW_LISTED] > 0
+        length = torch.where(listed, fields[:, Field.TOP] + context - fields[:, Field.TAIL], context)
+        rows = table.clone()
+        rows[:, work.ROW_START] = torch.where(listed, length - 1, start).int()
+        rows[:, work.ROW_LENGTH] = length.int()
+        return rows
+
+    def _partials(self, pieces: int, tokens: int, tile: Tile) -> Partials:
+        key = (pieces, tokens, tile.block_m)
+        if key not in self._scratch:
+            self._scratch[key] = self._backend.partials(pieces, tokens, tile)
+        return self._scratch[key]  # type: ignore[return-value]
+
+    def _scores(self, slots: int, tile: Tile) -> tuple[Tensor, Tensor]:
+        key = (slots, tile.block_n)
+        if key not in self._scratch:
+            raw = self._backend.raw_scores(slots, 2, self._longest, tile)
+            shape = (self._lists.slots.shape[0], slots, self._longest)
+            scores = torch.zeros(shape, dtype=torch.float32, device=raw.device)
+            self._scratch[key] = raw, scores
+        return self._scratch[key]  # type: ignore[return-value]
+
+    def _send(self, arrays: Sequence[NDArray[np.integer]]) -> list[Tensor]:
+        """Copies arrays to the device in one piece, each at the next multiple of 16 bytes."""
+        starts = np.cumsum([0, *(-(-array.size // 4) * 4 for array in arrays)])
+        if starts[-1] > _BUFFER:
+            raise ValueError(f"assistant='aspire': a step's tables take {starts[-1]} entries, expected {_BUFFER}")
+        on_gpu = self._buffer.is_cuda
+        staging = torch.empty(int(starts[-1]), dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+        flat = staging.numpy()
+        for array, start in zip(arrays, starts, strict=False):
+            flat[start : start + array.size] = array.reshape(-1)
+        self._buffer[: len(staging)].copy_(staging, non_blocking=True)
+        return [
+            self._buffer[start : start + array.size].view(array.shape)
+            for array, start in zip(arrays, starts.tolist(), strict=False)
+        ]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step's tables.
+
+    Attributes:
+        rows: Its rows, the one of the filling tokens included.
+        shape: Sizes of the tables.
+        tile: Shapes of the kernel's blocks.
+        scored_views: For each view, whether rows are scored in it.
+        parts: All arrays, on the device.
+        tables: How many of them are tables; the others were sent along.
+    """
+
+    rows: Sequence[Row]
+    shape: Shape
+    tile: Tile
+    scored_views: tuple[bool, ...]
+    parts: list[Tensor]
+    tables: int
+
+
+def _ahead(row: Row) -> int:
+    """Tokens between a request's last committed one and a row's first query."""
+    return row.start - row.request.length if row.kind is RowKind.DRAFT else 0
+
+
+def _tokens_for(count: int) -> int:
+    """Query tokens that a step of `count` is filled up to: GEMMs take the same time within these steps."""
+    return work.bucket(count, least=32) if count > 32 else _power(count, 1)
+
+
+def _power(count: int, least: int) -> int:
+    """The smallest power of two times `least` that holds `count`; 0 for 0."""
+    size = least if count else 0
+    while size < count:
+        size *= 2
+    return size
+
+
+def _filled(entries: NDArray[np.integer], length: int, value: int | list[int]) -> Array:
+    table = np.full((length, *entries.shape[1:]), value, dtype=np.int32)
+    table[: len(entries)] = entries
+    return table

@@ -1,0 +1,309 @@
+"""Steps that run ahead of the host: plain's text, the reference's drafts, and what outlives a call.
+
+Under the interpreter these calls run the Triton kernels on a CPU, step by step.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from kit import pick, plain, ragged, tiny_llama
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+import hf_aspire
+from hf_aspire import AspireConfig, AspireStats, prompt_attention
+from hf_aspire.backends import BackendChoice
+from hf_aspire.generation import _current
+from hf_aspire.graphs import Graphs
+from hf_aspire.kernels import work
+from hf_aspire.step_tables import Plan, StepTables
+from hf_aspire.testing import random_context, replay_acceptance
+from hf_aspire.triton_backend import TritonBackend
+from hf_aspire.workspace import Workspace, workspaces
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    settings = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return tiny_llama(**settings).float().to(device)
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch, model: LlamaForCausalLM) -> Iterator[None]:
+    """The Triton kernels, on a CPU too."""
+    monkeypatch.setattr("hf_aspire.session.choose_backend", lambda config, layers: BackendChoice(config.backend, ""))
+    yield
+    hf_aspire.release(model)
+
+
+def settings(**fields: Any) -> AspireConfig:
+    small = {"min_pages": 1, "recent_pages": 1, "sparsity": 0.1, "draft_length": 3, "max_draft": 4}
+    return AspireConfig(**{**small, "backend": "triton", "cuda_graphs": True, "compile": False, **fields})
+
+
+def run(model: PreTrainedModel, batch: dict[str, Any], config: AspireConfig, **keywords: Any) -> Any:
+    """Sequences and statistics of a call."""
+    found: list[AspireStats] = []
+    config = AspireConfig(**{**vars(config), "on_stats": found.append})
+    batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    text = hf_aspire.generate(model, **batch, **{"do_sample": False, **keywords}, aspire_config=config)
+    return text.cpu(), found[0]
+
+
+def text_of(model: PreTrainedModel, batch: dict[str, Any], **keywords: Any) -> torch.Tensor:
+    return plain(model, {name: tensor.to(model.device) for name, tensor in batch.items()}, **keywords).cpu()
+
+
+@pytest.mark.parametrize(
+    ("context", "schedule"), [("verify", "staggered"), ("verify", "fixed"), ("refresh", "fsm"), ("refresh", "aspire")]
+)
+def test_greedy_text_is_plains(model: LlamaForCausalLM, context: str, schedule: str) -> None:
+    batch = pick(ragged((50, 7, 70)), [0, 1, 2, 2])  # two rows share a prompt, so one is forked
+    config = settings(context=context, schedule=schedule, cost=(1e-3, 0.0, 1e-3))
+    expected = text_of(model, batch, max_new_tokens=12)
+    end = int(expected[0, -6])  # ends the first row, and others perhaps, in the middle of a round
+    for keywords in ({}, {"eos_token_id": end, "pad_token_id": 0}):
+        expected = text_of(model, batch, max_new_tokens=12, **keywords)
+        text, stats = run(model, batch, config, max_new_tokens=12, **keywords)
+        assert torch.equal(text, expected)
+        ends = [(row == end).nonzero()[:1, 0].tolist() if keywords else [] for row in expected[:, 70:]]
+        assert stats.committed == [place[0] + 1 if place else 12 for place in ends]
+        assert stats.rows_drafted
+
+
+def test_prompts_read_in_bulk_give_plains_text(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    half, bulks, attend = copy.deepcopy(model).half(), [], prompt_attention.attend
+    monkeypatch.setattr(prompt_attention, "LEAST_QUERIES", 12)
+    monkeypatch.setattr(prompt_attention, "attend", lambda bulk, *rest: bulks.append(bulk) or attend(bulk, *rest))
+    monkeypatch.setattr("hf_aspire.planner.PREFILL_TOKENS", 40)
+    batch = ragged([50, 33, 70, 9])
+    text, _ = run(half, batch, settings(context="refresh"), max_new_tokens=16)
+    assert text.equal(text_of(half, batch, max_new_tokens=16))
+    assert any(bulk.start for bulk in bulks) and not all(bulk.start for bulk in bulks)
+    hf_aspire.release(half)
+
+
+@pytest.mark.parametrize("context", ["verify", "refresh"])
+def test_drafts_and_rounds_are_those_of_the_reference(model: LlamaForCausalLM, context: str) -> None:
+    """But for the end of a text, where a step that does not know what the last one committed drafts less."""
+    batch = ragged((60, 40))
+    stats = {}
+    for backend in ("torch", "triton"):
+        config = settings(context=context, schedule="fixed", backend=backend)
+        _, stats[backend] = run(model, batch, config, max_new_tokens=16)
+    for found, expected in zip(stats["triton"].rounds, stats["torch"].rounds, strict=True):
+        same = [pair for pair, other in zip(found, expected, strict=False) if pair == other]
+        assert sum(accepted + 1 for _, accepted in same) >= 10
+    everything = settings(context=context, schedule="fixed", sparsity=1.0)
+    assert run(model, batch, everything, max_new_tokens=16)[1].acceptance_rate == 1.0
+
+
+def test_no_row_reads_less_than_its_context(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work is cut by upper bounds, which a corrected length must not undercut: the newest tokens would be lost."""
+    fill = StepTables.fill
+    listed = 0
+
+    def check(self: StepTables, plan: Plan) -> Any:
+        nonlocal listed
+        found = fill(self, plan)
+        for view in self._backend._tables.views.values():
+            rows, items = view.rows.cpu(), view.items.cpu()
+            for index in range(len(plan.rows)):
+                planned = items[items[:, work.ITEM_ROW] == index, work.ITEM_END].max()
+                assert planned >= rows[index, work.ROW_LENGTH]
+            listed += int(rows[: len(plan.rows), work.ROW_LISTED].sum())
+        return found
+
+    monkeypatch.setattr(StepTables, "fill", check)
+    config = settings(context="refresh", schedule="fixed", cuda_graphs=False)  # replays make no tables
+    with replay_acceptance([0.0]):
+        run(model, ragged((60, 50)), config, max_new_tokens=7)
+    assert listed
+
+
+@pytest.mark.parametrize("sampling", ["coupled", "rejection"])
+def test_sampled_text_is_that_of_the_reference(model: LlamaForCausalLM, sampling: str) -> None:
+    batch = ragged((50, 30))
+    texts = [
+        run(model, batch, settings(schedule="fixed", sampling=sampling, seed=3, backend=backend), max_new_tokens=14,
+            do_sample=True, temperature=0.7, top_k=20)[0][:, : 50 + 8]
+        for backend in ("torch", "triton")
+    ]  # fmt: skip
+    assert torch.equal(*texts)
+
+
+def test_rows_that_wait_for_pages_start_when_others_end(model: LlamaForCausalLM) -> None:
+    batch = ragged((40, 33, 20))
+    memory = 4 * 16 * sum(2 * 1 * 16 * 4 for _ in range(2))  # four pages: one row at a time, or the last with another
+    text, stats = run(model, batch, settings(schedule="staggered", kv_memory=memory), max_new_tokens=8)
+    assert torch.equal(text, text_of(model, batch, max_new_tokens=8))
+    prefills = [i for i, step in enumerate(stats.timeline) if any(row.kind.name == "PREFILL" for row in step.rows)]
+    assert prefills[-1] > 3
+
+
+def test_processors_of_the_text_and_scores_take_the_other_way(model: LlamaForCausalLM) -> None:
+    batch = ragged((40, 20))
+    text, _ = run(model, batch, settings(schedule="fixed"), max_new_tokens=8, repetition_penalty=1.3)
+    assert torch.equal(text, text_of(model, batch, max_new_tokens=8, repetition_penalty=1.3))
+
+
+def test_scores_that_are_nan_end_a_call_with_a_clear_error(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = model.lm_head.weight.data.clone()
+    monkeypatch.setattr(model.lm_head.weight, "data", torch.full_like(weight, torch.nan))
+    with pytest.raises(ValueError, match="got nan as the highest score"):
+        run(model, ragged((40,)), settings(schedule="autoregressive"), max_new_tokens=4)
+    assert model not in workspaces._kept or workspaces._kept[model][1].cache.allocator.all_free
+
+
+def test_replayed_acceptance_is_what_rounds_keep(model: LlamaForCausalLM) -> None:
+    with random_context(), replay_acceptance([1.0, 1.0, 0.0]):
+        _, stats = run(model, ragged((60, 50)), settings(schedule="fixed", draft_length=4), max_new_tokens=12)
+    assert {pair for rounds in stats.rounds for pair in rounds if pair[0] == 4} == {(4, 2)}
+
+
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Workspace]:
+    """Every workspace that is made from now on."""
+    found: list[Workspace] = []
+    init = Workspace.__init__
+
+    def note(self: Workspace, *arguments: Any) -> None:
+        init(self, *arguments)
+        found.append(self)
+
+    monkeypatch.setattr(Workspace, "__init__", note)
+    return found
+
+
+def test_a_workspace_serves_the_next_calls_of_the_same_model(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, config = made(monkeypatch), settings(schedule="fixed")
+    first, smaller, longer = ragged((40, 20)), ragged((33, 20), seed=1), ragged((70,))
+    for texts in (first, smaller, first, longer, first, longer):
+        assert torch.equal(run(model, texts, config, max_new_tokens=4)[0], text_of(model, texts, max_new_tokens=4))
+    assert len(found) == 2  # the longer one needs another, which serves all of them
+    hf_aspire.release(model)
+    run(model, first, config, max_new_tokens=4)
+    assert len(found) == 3
+
+
+def test_prompts_of_embeddings_read_no_tokens_of_an_earlier_call(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a text lies what was drafted last, -1 for nothing: no token that could be looked up."""
+    found, config = made(monkeypatch), settings(schedule="staggered", sampling="rejection", seed=1, context="verify")
+    run(model, ragged((9, 9)), config, max_new_tokens=12, do_sample=True)
+    found[0].state.history[:2, 9:] = -1
+    batch = ragged((16, 12))
+    embeds = model.get_input_embeddings()(batch["input_ids"].to(model.device)).detach()
+    prompts = {"inputs_embeds": embeds, "attention_mask": batch["attention_mask"]}
+    text, _ = run(model, prompts, config, max_new_tokens=3)
+    assert torch.equal(text, text_of(model, prompts, max_new_tokens=3))
+    assert len(found) == 1
+
+
+def test_a_workspace_made_in_inference_mode_serves_calls_outside_it(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, batch = made(monkeypatch), ragged((20,))
+    for mode in (True, False, True):
+        with torch.inference_mode(mode):
+            text, _ = run(model, batch, settings(schedule="fixed"), max_new_tokens=3)
+        assert torch.equal(text, text_of(model, batch, max_new_tokens=3))
+    assert len(found) == 1
+
+
+def test_scores_are_float32_whatever_torchs_default(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The selection reads their bits."""
+    found = []
+    use = TritonBackend.use
+
+    def note(self: TritonBackend, tables: Any) -> None:
+        found.append(tables.scores)
+        use(self, tables)
+
+    monkeypatch.setattr(TritonBackend, "use", note)
+    batch = ragged((40,))
+    torch.set_default_dtype(torch.float16)
+    try:
+        run(model, batch, settings(schedule="fixed"), max_new_tokens=6)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {scores.dtype for scores in found if scores is not None} == {torch.float32}
+
+
+def test_whatever_a_forward_depends_on_makes_a_new_workspace(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, config, batch = made(monkeypatch), settings(schedule="autoregressive"), ragged((20,))
+
+    def call() -> int:
+        text, _ = run(model, batch, config, max_new_tokens=3)
+        assert torch.equal(text, text_of(model, batch, max_new_tokens=3))
+        return len(found)
+
+    assert (call(), call()) == (1, 1)
+    layer = model.model.layers[0]
+    monkeypatch.setattr(layer.self_attn, "scaling", 0.5)
+    assert call() == 2
+    weight = layer.mlp.up_proj.weight
+    layer.mlp.up_proj.weight = torch.nn.Parameter(weight * 2)
+    hook = None
+    try:
+        assert call() == 3
+        hook = layer.mlp.register_forward_hook(lambda module, inputs, output: output * 0.5)
+        assert call() == 4
+    finally:
+        layer.mlp.up_proj.weight = weight
+        if hook is not None:
+            hook.remove()
+
+
+def test_a_short_call_goes_on_with_the_graphs_of_a_long_one(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(schedule="fixed", cuda_graphs="auto")
+    assert workspaces.captures(model, config, steps=100) and not workspaces.captures(model, config, steps=3)
+    run(model, ragged((20,)), config, max_new_tokens=3)
+    assert not workspaces.captures(model, config, steps=3)
+    monkeypatch.setattr(Graphs, "__len__", lambda self: 1)
+    assert workspaces.captures(model, config, steps=3)
+
+
+def test_a_call_runs_with_its_models_gpu_as_the_current_one() -> None:
+    place = _current(torch.device("cuda", 1))
+    assert isinstance(place, torch.cuda.device) and place.idx == 1
+    with _current(torch.device("cpu")) as nothing:
+        assert nothing is None
+
+
+def test_a_call_that_fails_leaves_no_page_taken(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, batch, config = made(monkeypatch), ragged((40, 20)), settings(schedule="fixed")
+
+    def stop(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_aspire.pipeline.Pipeline._collect", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(model, batch, config, max_new_tokens=6)
+    assert found[0].cache.allocator.all_free
+    assert torch.equal(run(model, batch, config, max_new_tokens=6)[0], text_of(model, batch, max_new_tokens=6))
+
+
+def test_what_is_kept_for_a_model_goes_with_it() -> None:
+    mine = tiny_llama(num_hidden_layers=1).float()
+    mine.to("cuda" if torch.cuda.is_available() else "cpu")
+    run(mine, ragged((10,)), settings(schedule="autoregressive"), max_new_tokens=2)
+    kept = len(workspaces._kept)
+    del mine
+    gc.collect()
+    assert len(workspaces._kept) == kept - 1
