@@ -2,7 +2,8 @@
 
     python benchmarks/bench_exactness.py --device cuda --output exactness.json
 
-Float32: a ragged batch of 8 (0.3k to 3k tokens, 64 new ones) under every context policy; TF32 is off. Half precision:
+Float32: a ragged batch of 8 (0.3k to 3k tokens, 64 new ones) under every context policy, and once with compiled layers
+(on a GPU); TF32 is off. Half precision:
 50 prompts of 100 to 500 tokens, 64 new ones each. At every first difference of a row, plain's own two best logits and
 how far they are apart.
 """
@@ -60,6 +61,7 @@ def describe(plain: Run, run: Run, config: AspireConfig) -> dict[str, Any]:
     return {
         "context": config.context,
         "schedule": config.schedule,
+        "compiled": config.compile is True,
         "rows": len(plain.tokens),
         "new_tokens": run.new_tokens,
         "rows_identical": len(plain.tokens) - len(found),
@@ -81,6 +83,7 @@ def main(
     sparse = {"min_pages": 16, "recent_pages": 8, "sparsity": 0.1}
     exact = [AspireConfig(schedule="autoregressive")]
     exact += [AspireConfig(schedule="staggered", context=context, **sparse) for context in POLICIES]
+    exact.append(AspireConfig(schedule="staggered", context="verify", compile=True, **sparse))
     full = load_model(model, gguf, device, "float32")
     found = {"float32": compare(full, [300, 600, 900, 1200, 1600, 2000, 2500, 3000], exact)}
     lengths = [100 + 8 * row for row in range(50)]
@@ -89,13 +92,13 @@ def main(
         rounded, lengths, [exact[0], AspireConfig(schedule="staggered", min_pages=8, recent_pages=4)]
     )
 
-    table = Table("dtype", "schedule", "context", "rows identical", "largest gap where a row leaves plain")
+    table = Table("dtype", "schedule", "context", "compiled", "rows identical", "largest gap where a row leaves plain")
     for dtype, rows in found.items():
         for row in rows:
             gaps = row["gaps_at_first_differences"]
             largest = f"{max(gaps):.2e}" if gaps else "-"
             same = f"{row['rows_identical']} of {row['rows']}"
-            table.add_row(dtype, row["schedule"], row["context"], same, largest)
+            table.add_row(dtype, row["schedule"], row["context"], str(row["compiled"]), same, largest)
     Console(width=120).print(table)
     if output is not None:
         name = torch.cuda.get_device_name() if full.model.device.type == "cuda" else "cpu"
