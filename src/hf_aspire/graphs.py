@@ -11,10 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .kernels.work import bucket
+
 MOST_GRAPHS = 96
 """Shapes beyond which new ones run without a graph: each takes memory, and capturing takes time."""
 _ROOM = 4
-"""By how much a captured shape may exceed what is needed: an item without work costs nanoseconds."""
+"""By how much the tables of a captured shape may exceed what is needed: an item without work costs nanoseconds."""
+_PATIENCE = 4
+"""How often a step makes do with a far larger shape that was captured before it gets one of its own."""
 
 
 class Shape(NamedTuple):
@@ -34,21 +38,48 @@ class Shape(NamedTuple):
     settles: bool
     work: tuple[tuple[int, int], ...]
 
-    def holds(self, other: Shape) -> bool:
-        """Whether a forward of this shape can do the work of another, at little more than its cost."""
-        return self._kind == other._kind and all(
-            less <= most <= _ROOM * max(less, 16)
-            for less, most in zip(other._sizes, self._sizes, strict=True)
-            if most or less
+    @property
+    def size(self) -> tuple[int, int]:
+        """What orders shapes by what they cost."""
+        return self.tokens, self.scored + sum(items + merges for items, merges in self.work)
+
+
+class Needs(NamedTuple):
+    """What a step needs of a shape; as there, but for counts that were not rounded up.
+
+    Attributes:
+        queries_per_tile: Of the tokens that fill the batch up, that many take an item in every view.
+    """
+
+    tokens: int
+    block_m: int
+    scored: int
+    settles: bool
+    work: tuple[tuple[int, int], ...]
+    queries_per_tile: int
+
+    @property
+    def least(self) -> Shape:
+        """The smallest shape there is that does. Matrix products take about the same time up to 128 tokens."""
+        tokens = bucket(self.tokens, least=128) if self.tokens > 128 else power(self.tokens, 1)
+        work = tuple((power(items, 64), power(merges, 16)) for items, merges in self.in_batch_of(tokens))
+        return Shape(tokens, self.block_m, power(self.scored, 4), self.settles, work)
+
+    def in_batch_of(self, tokens: int) -> tuple[tuple[int, int], ...]:
+        """(items, merges) of every view, with the items of the tokens that fill the batch up."""
+        filling = -(-(tokens - self.tokens) // self.queries_per_tile)
+        return tuple((items + filling, merges) for items, merges in self.work)
+
+    def fit(self, shape: Shape) -> bool:
+        """Whether a forward of a shape can do the work."""
+        kind = shape.block_m, shape.settles, shape.scored > 0
+        if kind != (self.block_m, self.settles, self.scored > 0) or shape.tokens < self.tokens:
+            return False
+        needed = self.in_batch_of(shape.tokens)
+        return shape.scored >= self.scored and all(
+            most_items >= items and most_merges >= merges
+            for (items, merges), (most_items, most_merges) in zip(needed, shape.work, strict=True)
         )
-
-    @property
-    def _kind(self) -> tuple[int, int, bool, bool]:
-        return self.tokens, self.block_m, self.scored > 0, self.settles
-
-    @property
-    def _sizes(self) -> list[int]:
-        return [self.scored, *(size for pair in self.work for size in pair)]
 
 
 @dataclass(frozen=True)
@@ -68,15 +99,28 @@ class Graphs:
         self.enabled = enabled
         self._captured: dict[Shape, _Captured] = {}
         self._seen: Counter[Shape] = Counter()
+        self._waited: Counter[Shape] = Counter()
 
     def __len__(self) -> int:
         return len(self._captured)
 
-    def shape_for(self, needed: Shape) -> Shape:
-        """The captured shape to fill up to, or the needed one."""
-        if needed in self._captured:
-            return needed
-        return min((shape for shape in self._captured if shape.holds(needed)), default=needed, key=sum_of)
+    def shape_for(self, needs: Needs) -> Shape:
+        """The shape that a step takes: a captured one, or at last one of its own.
+
+        A step without a graph takes several times as long, and capturing one longer still. So a mixture that was not
+        seen before fills up a captured shape of about its size or, the first few times, any that it fits into.
+        """
+        least = needs.least
+        if least in self._captured:
+            return least
+        fitting = sorted((shape for shape in self._captured if needs.fit(shape)), key=lambda shape: shape.size)
+        near = next((shape for shape in fitting if _is_near(least, shape)), None)
+        if near is not None:
+            return near
+        if fitting and self._waited[least] < _PATIENCE:
+            self._waited[least] += 1
+            return fitting[0]
+        return least
 
     def knows(self, shape: Shape) -> bool:
         """Whether running a shape neither compiles nor captures anything."""
@@ -120,6 +164,17 @@ class Graphs:
         return self._captured[shape]
 
 
-def sum_of(shape: Shape) -> int:
-    """The tables' size."""
-    return shape.scored + sum(items + merges for items, merges in shape.work)
+def _is_near(least: Shape, shape: Shape) -> bool:
+    """Whether a larger shape costs hardly more."""
+    pairs = [(least.scored, shape.scored)]
+    for less, more in zip(least.work, shape.work, strict=True):
+        pairs += zip(less, more, strict=True)
+    return least.tokens == shape.tokens and all(more <= _ROOM * max(less, 16) for less, more in pairs)
+
+
+def power(count: int, least: int) -> int:
+    """The smallest power of two times `least` that holds `count`; 0 for 0."""
+    size = least if count else 0
+    while size < count:
+        size *= 2
+    return size

@@ -17,17 +17,16 @@ from torch import Tensor
 
 from .device_lists import DeviceLists
 from .device_state import DeviceState, Field
-from .graphs import Graphs, Shape
+from .graphs import Graphs, Needs, Shape
 from .kernels import work
 from .kernels.mixed_attention import Partials
 from .kernels.tiles import Tile
-from .request import Request, Row, RowKind
+from .request import Row, RowKind
 from .triton_backend import Tables, TritonBackend, View
 
 Array = NDArray[np.int32]
 _BUFFER = 1 << 20
 """Entries of the copy to the device: rows, items and merges of a few hundred rows."""
-_LEAST_ITEMS = 64
 
 
 class StepTables:
@@ -51,8 +50,6 @@ class StepTables:
         self._graphs = graphs
         self._longest = longest
         self._most = torch.arange(most, device=state.fields.device)
-        nothing = np.zeros(1, dtype=np.int64)
-        self._filler = Request(state.filler, nothing, nothing, kept=0, limit=0, noise_key=0)
         device = state.fields.device
         self._buffer = torch.zeros(_BUFFER, dtype=torch.int32, device=device)
         self._scratch: dict[tuple[int, ...], tuple[Tensor, Tensor] | Partials] = {}
@@ -69,11 +66,8 @@ class StepTables:
             choice: Further arrays to send along for who chooses the tokens; None: the highest logits, in the forward.
         """
         backend, count = self._backend, sum(row.queries for row in rows)
-        tokens = _tokens_for(count)
-        if tokens > count:  # attends nothing, so that the tokens that fill the batch up are zeros, not garbage
-            rows = [*rows, Row(self._filler, RowKind.VERIFY, tokens - count, 0, 0)]
-            listed, forced = np.append(listed, 0), np.append(forced, -1)
-        tile = backend.tile(max(row.queries for row in rows if row.request is not self._filler))
+        tile = backend.tile(max(row.queries for row in rows))
+        per_tile = backend.queries_per_tile(tile)
         slots = np.array([row.request.row for row in rows])
         tables, cuts, score_slots = [], [], 0
         for key in backend.view_keys:
@@ -81,42 +75,59 @@ class StepTables:
             tables.append((table, scored))
             cuts.append(backend.cut(table, tile))
             score_slots = max(score_slots, 0 if scored is None else len(scored))
-        sizes = tuple((_power(cut.used_items, _LEAST_ITEMS), _power(cut.used_merges, 16)) for cut in cuts)
-        needed = Shape(tokens, tile.block_m, _power(score_slots, 4), choice is None, sizes)
-        shape = self._graphs.shape_for(needed)
+        needed = tuple((cut.used_items, cut.used_merges) for cut in cuts)
+        shape = self._graphs.shape_for(Needs(count, tile.block_m, score_slots, choice is None, needed, per_tile))
 
-        parts = self._who(rows, count, slots, forced)
+        filling = shape.tokens - count
+        parts = self._who(rows, filling, forced)
         for (table, scored), cut, (items, merges) in zip(tables, cuts, shape.work, strict=True):
+            rows_table, used = self._filled_up(table, cut.items[: cut.used_items], count, filling, per_tile)
             parts += [
-                _filled(table, self._state.filler + 2, 0),
-                _filled(cut.items[: cut.used_items], items, -1),
+                _filled(rows_table, self._state.filler + 2, 0),
+                _filled(used, items, -1),
                 _filled(cut.merges[: cut.used_merges], merges, -1),
                 _filled(np.zeros(0, dtype=np.int32) if scored is None else scored, shape.scored, -1),
             ]
         scored_views = tuple(scored is not None for _, scored in tables)
-        return Plan(rows, shape, tile, scored_views, self._send([*parts, *(choice or ())]), len(parts))
+        return Plan(shape, tile, scored_views, self._send([*parts, *(choice or ())]), len(parts))
 
-    def _who(
-        self, rows: Sequence[Row], count: int, slots: NDArray[np.int64], forced: NDArray[np.int64]
-    ) -> list[NDArray[np.integer]]:
+    def _who(self, rows: Sequence[Row], filling: int, forced: NDArray[np.int64]) -> list[NDArray[np.integer]]:
         """Whose the tokens are.
 
         Returns:
             `[T, 4]` of the tokens: slot, tokens ahead of its last committed one, row, query of the row. `[R, 5]` of
             the rows: slot, tokens ahead of the first query, first token, drafts (-1: it drafts), forced. Rows that are
-            not used are the filling slot's, and so is the last entry.
+            not used are the filling slot's, and so is the last entry, to which the filling tokens belong.
         """
         queries = np.array([row.queries for row in rows])
         first = np.cumsum(queries) - queries
+        slots = np.array([row.request.row for row in rows])
         aheads = np.array([_ahead(row) for row in rows])
-        commits = [row.kind is not RowKind.DRAFT and row.request is not self._filler for row in rows]
-        drafts = np.where(commits, queries - 1, -1)
+        drafts = np.where([row.kind is RowKind.DRAFT for row in rows], -1, queries - 1)
         steps = np.arange(queries.sum()) - np.repeat(first, queries)
-        steps[count:] = 0
         repeated = [np.repeat(values, queries) for values in (slots, aheads, np.arange(len(rows)))]
         tokens = np.stack([repeated[0], repeated[1] + steps, repeated[2], steps], 1)
+        last = self._state.filler + 1
         table = np.stack([slots, aheads, first, drafts, forced], 1)
-        return [tokens, _filled(table, self._state.filler + 2, [self._state.filler, 0, 0, -1, -1])]
+        return [
+            _filled(tokens, len(tokens) + filling, [self._state.filler, 0, last, 0]),
+            _filled(table, last + 1, [self._state.filler, 0, 0, -1, -1]),
+        ]
+
+    def _filled_up(
+        self, table: work.Table, items: work.Table, count: int, filling: int, per_tile: int
+    ) -> tuple[work.Table, work.Table]:
+        """A row and items for the filling tokens: they attend nothing, and become zeros instead of garbage."""
+        if not filling:
+            return table, items
+        row = np.zeros((1, work.ROW_COLUMNS), dtype=np.int32)
+        row[0, [work.ROW_TOKEN, work.ROW_QUERIES, work.ROW_TABLE]] = count, filling, self._state.filler
+        row[0, [work.ROW_SCORE, work.ROW_SCORE_STEP]] = -1, 1
+        first = np.arange(0, filling, per_tile)
+        more = np.zeros((len(first), work.ITEM_COLUMNS), dtype=np.int32)
+        more[:, work.ITEM_ROW], more[:, work.ITEM_QUERY] = len(table), first
+        more[:, work.ITEM_SLOT], more[:, work.ITEM_PIECES] = -1, 1
+        return np.concatenate([table, row]), np.concatenate([items, more])
 
     def fill(self, plan: Plan) -> tuple[Tensor, Tensor]:
         """Completes a plan's tables on the device and gives them to the kernels; token and position ids `[1, T]`."""
@@ -216,7 +227,6 @@ class Plan:
     """One step's tables.
 
     Attributes:
-        rows: Its rows, the one of the filling tokens included.
         shape: Sizes of the tables.
         tile: Shapes of the kernel's blocks.
         scored_views: For each view, whether rows are scored in it.
@@ -224,7 +234,6 @@ class Plan:
         tables: How many of them are tables; the others were sent along.
     """
 
-    rows: Sequence[Row]
     shape: Shape
     tile: Tile
     scored_views: tuple[bool, ...]
@@ -235,19 +244,6 @@ class Plan:
 def _ahead(row: Row) -> int:
     """Tokens between a request's last committed one and a row's first query."""
     return row.start - row.request.length if row.kind is RowKind.DRAFT else 0
-
-
-def _tokens_for(count: int) -> int:
-    """Query tokens that a step of `count` is filled up to: GEMMs take the same time within these steps."""
-    return work.bucket(count, least=32) if count > 32 else _power(count, 1)
-
-
-def _power(count: int, least: int) -> int:
-    """The smallest power of two times `least` that holds `count`; 0 for 0."""
-    size = least if count else 0
-    while size < count:
-        size *= 2
-    return size
 
 
 def _filled(entries: NDArray[np.integer], length: int, value: int | list[int]) -> Array:

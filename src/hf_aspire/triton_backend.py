@@ -206,6 +206,10 @@ class TritonBackend:
         spec = self._spec
         return tile_for(queries, self._group, max(spec.key_size, spec.value_size), spec.dtype.itemsize)
 
+    def queries_per_tile(self, tile: Tile) -> int:
+        """Queries of a row that share a tile."""
+        return tile.queries(self._group)
+
     def cut(self, rows: work.Table, tile: Tile) -> work.Work:
         """A view's rows cut for this device."""
         slots = tile.slots(_multiprocessors(self._spec.device), self._spec.kv_heads)

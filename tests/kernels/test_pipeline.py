@@ -114,10 +114,12 @@ def test_no_row_reads_less_than_its_context(model: LlamaForCausalLM, monkeypatch
         found = fill(self, plan)
         for view in self._backend._tables.views.values():
             rows, items = view.rows.cpu(), view.items.cpu()
-            for index in range(len(plan.rows)):
+            used = items[:, work.ITEM_ROW].unique()[1:]  # without -1
+            for index in used.tolist():
                 planned = items[items[:, work.ITEM_ROW] == index, work.ITEM_END].max()
                 assert planned >= rows[index, work.ROW_LENGTH]
-            listed += int(rows[: len(plan.rows), work.ROW_LISTED].sum())
+            assert set(used.tolist()) >= set((rows[:, work.ROW_QUERIES] > 0).nonzero()[:, 0].tolist())
+            listed += int(rows[used, work.ROW_LISTED].sum())
         return found
 
     monkeypatch.setattr(StepTables, "fill", check)
