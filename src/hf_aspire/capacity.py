@@ -32,11 +32,11 @@ def page_count(wanted: int, least: int, longest: int, config: AspireConfig, laye
     allowed = allowed_pages(config, layers)
     if least > allowed:
         page_bytes = config.page_size * sum(layer.bytes_per_token for layer in layers)
-        what = "a batch of rows that must run together" if least == wanted else "one row"
         raise ValueError(
-            f"assistant='aspire': {what} of up to {longest} tokens needs {least} pages ({least * page_bytes:,} bytes) "
-            f"of keys and values, and there is room for {allowed} ({allowed * page_bytes:,} bytes); shorten the "
-            f"prompt, lower max_new_tokens, use a smaller batch, or raise kv_memory (got {config.kv_memory})"
+            f"assistant='aspire': this call, whose longest row may reach {longest} tokens, needs {least} pages "
+            f"({least * page_bytes:,} bytes) of keys and values at a time, and there is room for {allowed} "
+            f"({allowed * page_bytes:,} bytes); shorten the prompt, lower max_new_tokens, use a smaller batch, or "
+            f"raise kv_memory (got {config.kv_memory})"
         )
     return min(wanted, allowed)
 
