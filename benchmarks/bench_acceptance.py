@@ -35,7 +35,7 @@ from acceptance_texts import texts
 from acceptance_variants import FULL, Measured, Setting, Variant, grid
 
 import hf_aspire
-from hf_aspire.models import LoadedModel, load_model
+from hf_aspire.commands.models import LoadedModel, load_model
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CONTROL = 1 - 1e-4

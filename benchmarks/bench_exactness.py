@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_aspire import AspireConfig
-from hf_aspire.documents import long_text
-from hf_aspire.measure import Difference, Run, differences, run_aspire, run_plain
-from hf_aspire.models import LoadedModel, load_model
+from hf_aspire.commands.documents import long_text
+from hf_aspire.commands.measure import Difference, Run, differences, run_aspire, run_plain
+from hf_aspire.commands.models import LoadedModel, load_model
 
 NEW = 64
 POLICIES = ("verify", "refresh", "hybrid", "window")

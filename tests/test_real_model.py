@@ -5,10 +5,10 @@ import importlib.util
 import pytest
 
 from hf_aspire import AspireConfig
-from hf_aspire.documents import documents, long_text
-from hf_aspire.measure import differences, run_aspire, run_plain
-from hf_aspire.models import load_model
-from hf_aspire.profile import LARGE_MODEL
+from hf_aspire.commands.documents import documents, long_text
+from hf_aspire.commands.measure import differences, run_aspire, run_plain
+from hf_aspire.commands.models import load_model
+from hf_aspire.commands.profile import LARGE_MODEL
 
 pytestmark = [
     pytest.mark.slow,

@@ -6,7 +6,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hf_aspire.documents import long_text
+from hf_aspire.commands.documents import long_text
 
 
 def save_tiny_model(folder: Path) -> None:

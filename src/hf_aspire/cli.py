@@ -14,13 +14,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from .answer import run_answer
-from .bench import Workload, run_bench
+from .commands.answer import run_answer
+from .commands.bench import Workload, run_bench
+from .commands.demo import run_demo
+from .commands.doctor import run_doctor
+from .commands.documents import documents
+from .commands.models import load_model, resolve_device
 from .config import AspireConfig
-from .demo import run_demo
-from .doctor import run_doctor
-from .documents import documents
-from .models import load_model, resolve_device
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from .config import AspireConfig
+from ..config import AspireConfig
 from .documents import Document
 from .measure import NEAR_TIE, Run, differences, machine_load, run_aspire, run_plain
 from .models import LoadedModel

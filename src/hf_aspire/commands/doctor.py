@@ -14,14 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import hf_aspire
 
-from .attention import switch
-from .backends import choose_backend
-from .cache import LayerSpec
-from .capacity import _MEMORY_SHARE, free_memory
-from .config import AspireConfig
+from ..attention import switch
+from ..backends import choose_backend
+from ..cache import LayerSpec
+from ..capacity import _MEMORY_SHARE, free_memory
+from ..config import AspireConfig
+from ..probe import check_model, probe_model
+from ..roofline import device_rates
 from .models import PACKAGED_MODEL, resolve_dtype
-from .probe import check_model, probe_model
-from .roofline import device_rates
 
 _PACKAGES = ("torch", "transformers", "accelerate", "numpy", "triton", "flash-attn", "gguf", "matplotlib")
 _POSITIONS = 2048  # of the probed call; every model that is supported at all has as many

@@ -14,12 +14,12 @@ from rich.progress import Progress
 from rich.table import Table
 from transformers import DynamicCache
 
-from .compat import CACHE_NAME
-from .config import AspireConfig
+from ..compat import CACHE_NAME
+from ..config import AspireConfig
+from ..stats import AspireStats
 from .documents import long_text
 from .measure import Run, machine_load, run_aspire, run_plain
 from .models import LoadedModel
-from .stats import AspireStats
 
 WAYS = ("plain", "autoregressive", "aspire")
 

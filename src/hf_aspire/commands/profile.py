@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .config import AspireConfig
-from .request import RowKind
-from .stats import AspireStats
+from ..config import AspireConfig
+from ..request import RowKind
+from ..stats import AspireStats
 
 
 @dataclass(frozen=True)

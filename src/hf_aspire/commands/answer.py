@@ -10,10 +10,10 @@ from rich.markup import escape
 from rich.rule import Rule
 from transformers import TextStreamer
 
-from .config import AspireConfig
-from .integration import generate
+from ..config import AspireConfig
+from ..integration import generate
+from ..stats import AspireStats
 from .models import LoadedModel
-from .stats import AspireStats
 
 
 def run_answer(

@@ -1,0 +1,1 @@
+"""What `hf-aspire` runs; nothing of the engine depends on it."""
