@@ -87,7 +87,10 @@ def _store_kernel(
     mask_v = valid[:, None] & (column_v < DV)[None, :]
     source_v = new_values + (token * value_token_stride + head * value_head_stride)[:, None] + column_v[None, :]
     b_values = tl.load(source_v, mask=mask_v, other=0.0)
-    finite = tl.abs(b_values.to(tl.float32)) < float("inf")
-    lost = tl.sum((~finite).to(tl.int32), 1) > 0
-    tl.store(target, tl.where(lost[:, None], float("nan"), b_keys), mask=mask)
-    tl.store(values + (place * DV)[:, None] + column_v[None, :], tl.where(lost[:, None], 0.0, b_values), mask=mask_v)
+    # In float32, to and from which every dtype here goes unchanged: the interpreter knows no constants of bfloat16.
+    wide_values = b_values.to(tl.float32)
+    lost = tl.sum((~(tl.abs(wide_values) < float("inf"))).to(tl.int32), 1) > 0
+    b_keys = tl.where(lost[:, None], float("nan"), b_keys.to(tl.float32)).to(b_keys.dtype)
+    b_values = tl.where(lost[:, None], 0.0, wide_values).to(b_values.dtype)
+    tl.store(target, b_keys, mask=mask)
+    tl.store(values + (place * DV)[:, None] + column_v[None, :], b_values, mask=mask_v)
