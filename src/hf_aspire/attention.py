@@ -126,9 +126,9 @@ def _attention_function(previous: str) -> Callable[..., tuple[Tensor, Tensor | N
         if args:
             raise TypeError(f"{type(module).__name__} gives its attention {len(args)} positional arguments too many")
         keywords["attention_mask"] = attention_mask
-        if torch.compiler.is_compiling():  # which nobody does under autocast
-            return step.attend(module, query, key, value, keywords), None
         device = query.device.type
+        if torch.compiler.is_compiling() and not torch.is_autocast_enabled(device):
+            return step.attend(module, query, key, value, keywords), None  # what follows, the compiler cannot trace
         if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
             return step.attend(module, query, key, value, keywords), None
         if query.dtype != torch.float64:  # which autocast leaves alone

@@ -16,9 +16,9 @@ from .kernels.work import bucket
 MOST_GRAPHS = 96
 """Shapes beyond which new ones run without a graph: each takes memory, and capturing takes time."""
 _ROOM = 4
-"""By how much the tables of a captured shape may exceed what is needed: an item without work costs nanoseconds."""
+"""By how much the tables of a captured shape may exceed what is needed; an item without work returns at once."""
 _PATIENCE = 4
-"""How often a step makes do with a far larger shape that was captured before it gets one of its own."""
+"""How often a step makes do with a far larger captured shape before it gets one of its own. Not tuned."""
 
 
 class Shape(NamedTuple):

@@ -25,8 +25,8 @@ from .request import Row, RowKind
 from .triton_backend import Tables, TritonBackend, View
 
 Array = NDArray[np.int32]
-_BUFFER = 1 << 20
-"""Entries of the copy to the device: rows, items and merges of a few hundred rows."""
+_ENTRIES, _ENTRIES_PER_SLOT = 1 << 18, 1 << 10
+"""Room for a step's tables: pieces are bounded by the device, tokens, tiles and rows by the request slots."""
 
 
 class StepTables:
@@ -51,7 +51,8 @@ class StepTables:
         self._longest = longest
         self._most = torch.arange(most, device=state.fields.device)
         device = state.fields.device
-        self._buffer = torch.zeros(_BUFFER, dtype=torch.int32, device=device)
+        entries = _ENTRIES + _ENTRIES_PER_SLOT * most * (state.filler + 1) // 16
+        self._buffer = torch.zeros(entries, dtype=torch.int32, device=device)
         self._scratch: dict[tuple[int, ...], tuple[Tensor, Tensor] | Partials] = {}
 
     def plan(
@@ -208,8 +209,7 @@ class StepTables:
     def _send(self, arrays: Sequence[NDArray[np.integer]]) -> list[Tensor]:
         """Copies arrays to the device in one piece, each at the next multiple of 16 bytes."""
         starts = np.cumsum([0, *(-(-array.size // 4) * 4 for array in arrays)])
-        if starts[-1] > _BUFFER:
-            raise ValueError(f"assistant='aspire': a step's tables take {starts[-1]} entries, expected {_BUFFER}")
+        assert starts[-1] <= len(self._buffer)
         on_gpu = self._buffer.is_cuda
         staging = torch.empty(int(starts[-1]), dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         flat = staging.numpy()

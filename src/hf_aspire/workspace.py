@@ -35,9 +35,9 @@ from .testing import Replay
 from .triton_backend import TritonBackend
 
 _GRAPH_STEPS = 16
-"""New tokens from which graphs are captured: a capture costs about as much as two steps without one."""
+"""New tokens from which graphs are captured. Not tuned: a shape is captured the second time that it is needed."""
 _COMPILE_STEPS = 2048
-"""New tokens, asked of a model over all calls, from which its layers are compiled (tens of seconds when cold)."""
+"""New tokens, asked of a model over all calls, from which its layers are compiled. Not tuned."""
 
 
 class Workspace:

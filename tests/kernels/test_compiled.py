@@ -118,3 +118,15 @@ def test_what_may_differ_from_step_to_step_is_neither_compiled_nor_captured() ->
     model.train()
     assert "training mode" in str(replay_obstacle(model))
     assert "no decoder layers" in str(compile_obstacle(nn.Linear(2, 2)))
+
+
+def test_a_model_compiled_by_its_owner_is_served_under_autocast(counter: CompileCounterWithBackend) -> None:
+    """What autocast would have cast before a fused attention is cast in compiled code, too."""
+    model = tiny_llama().float()
+    batch = ragged((40, 33))
+    config = AspireConfig(schedule="fixed", draft_length=2, min_pages=1, recent_pages=1, page_size=4)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = hf_aspire.generate(model, **batch, max_new_tokens=5, do_sample=False, aspire_config=config)
+        model.model.layers[0].compile()
+        text = hf_aspire.generate(model, **batch, max_new_tokens=5, do_sample=False, aspire_config=config)
+    assert torch.equal(text, expected)
