@@ -90,16 +90,7 @@ class Pipeline:
     def __init__(
         self, decoding: Decoding, tables: StepTables, state: DeviceState, lists: DeviceLists, replay: Replay | None
     ) -> None:
-        self._runner = decoding.runner
-        self._contexts = decoding.contexts
-        self._planner = decoding.planner
-        self._schedule = decoding.schedule
-        self._cost_model = decoding.cost_model
-        self._processing = decoding.processing
-        self._sampler = decoding.sampler
-        self._end_tokens = decoding.end_tokens
-        self._recorder = decoding.recorder
-        self._width = decoding.prompt_width
+        self._parts = decoding
         self._tables = tables
         self._state = state
         self._lists = lists
@@ -119,7 +110,7 @@ class Pipeline:
         if self._last is None:
             self._last = self._enter()
         previous, self._flight = self._flight, None
-        rows = self._planner.rows()
+        rows = self._parts.planner.rows()
         if rows:
             self._flight = self._launch(rows)
         return self._collect(previous) if previous is not None else []
@@ -129,14 +120,14 @@ class Pipeline:
         previous, self._flight = self._flight, None
         committed = self._collect(previous) if previous is not None else []
         self._last = None
-        self._contexts.forget()
+        self._parts.contexts.forget()
         return committed
 
     def _enter(self) -> _Moment:
         """Brings what the host knows to the device."""
-        self._state.load(self._planner.decoding, self._width)
-        for request in self._planner.decoding:
-            made = self._contexts.top_of(request)
+        self._state.load(self._parts.planner.decoding, self._parts.prompt_width)
+        for request in self._parts.planner.decoding:
+            made = self._parts.contexts.top_of(request)
             if made is not None:
                 self._lists.load(request.row, *made)
         return _Moment(self._state.fields.device)
@@ -145,11 +136,13 @@ class Pipeline:
         """Plans a step's tables, starts its work, and moves the requests on by upper bounds."""
         drafting = [row.kind is RowKind.DRAFT for row in rows]
         pairs = list(zip(rows, drafting, strict=True))
-        listed = np.array([self._contexts.listed(row.request, row.context) if draft else 0 for row, draft in pairs])
-        read = sum(self._contexts.tokens_read(row.request) if draft else row.context for row, draft in pairs)
+        listed = np.array(
+            [self._parts.contexts.listed(row.request, row.context) if draft else 0 for row, draft in pairs]
+        )
+        read = sum(self._parts.contexts.tokens_read(row.request) if draft else row.context for row, draft in pairs)
         choice = None if self._settles else _choices(rows)
         plan = self._tables.plan(rows, listed, self._forced(rows), choice)
-        result, steady = self._runner.forward_planned(plan, self._tables)
+        result, steady = self._parts.runner.forward_planned(plan, self._tables)
         outcome = (result if self._settles else self._decide(plan, result, rows)).to("cpu", non_blocking=True)
         done = _Moment(result.device)
         drafts: dict[int, list[int]] = {}
@@ -168,7 +161,7 @@ class Pipeline:
                 request.drafts = []
                 request.drafted_end = False
             if row.scored:
-                self._contexts.note(row)
+                self._parts.contexts.note(row)
         return _Flight(rows, drafts, bounds, plan.shape.tokens, read, outcome, done, steady)
 
     def _forced(self, rows: Sequence[Row]) -> NDArray[np.int64]:
@@ -200,7 +193,7 @@ class Pipeline:
         fields = self._state.fields[slots]
         positions = fields[:, Field.GENERATED] + depths
         draws = Draws(self._state.noise_keys[slots], positions, rounds)
-        tokens = self._sampler.draft(self._processing.warp(logits[index]), draws, slots, depths)
+        tokens = self._parts.sampler.draft(self._parts.processing.warp(logits[index]), draws, slots, depths)
         self._state.history[slots, fields[:, Field.COLUMN] + positions] = tokens
         return tokens
 
@@ -216,7 +209,9 @@ class Pipeline:
         columns = (fields[:, Field.COLUMN] + fields[:, Field.GENERATED])[:, None] + depth
         drafts = self._state.history[slots[:, None], columns.clamp(max=self._state.history.shape[1] - 1)]
         drafts = torch.where(depth < (counts - 1)[:, None], drafts, -1)
-        outcome = self._sampler.verify(self._processing.warp(logits[index]), draws, drafts[:, :-1], counts, slots)
+        outcome = self._parts.sampler.verify(
+            self._parts.processing.warp(logits[index]), draws, drafts[:, :-1], counts, slots
+        )
         forced = plan.parts[1][rows, 4].long()
         accepted = torch.where(forced >= 0, forced, outcome.accepted)
         tokens = torch.where(depth < accepted[:, None], drafts, outcome.tokens)
@@ -243,16 +238,16 @@ class Pipeline:
                 committed.append(self._end_round(row, records[row.request.row], line, scores[first:]))
             first += row.queries
         if flight.steady:
-            self._cost_model.observe(sum(row.queries for row in flight.rows), flight.tokens_read, seconds)
+            self._parts.cost_model.observe(sum(row.queries for row in flight.rows), flight.tokens_read, seconds)
         ended = time.perf_counter()
         decided = [records[slot] for slot in flight.bounds if slot in records]
-        self._recorder.step(ended - seconds, ended, list(records.values()), decided)
+        self._parts.recorder.step(ended - seconds, ended, list(records.values()), decided)
         return committed
 
     def _note_draft(self, row: Row, drafts: list[int], token: int) -> None:
         """Writes a draft down in its round, and ends the round behind an end token, if it goes on still."""
         drafts[drafts.index(_UNKNOWN)] = token
-        if token in self._end_tokens and row.request.drafts is drafts:
+        if token in self._parts.end_tokens and row.request.drafts is drafts:
             row.request.drafted_end = True
 
     def _end_round(self, row: Row, record: RowRecord, tokens: list[int], scores: NDArray[np.float32]) -> Committed:
@@ -263,18 +258,18 @@ class Pipeline:
         ahead = self._flight.bounds.get(request.row, 0) if self._flight is not None else 0
         generated = request.generated - ahead
         for place, token in enumerate(tokens):
-            check_choice(self._sampler, float(scores[place]), request.row, generated - len(tokens) + place)
-            if token in self._end_tokens:
+            check_choice(self._parts.sampler, float(scores[place]), request.row, generated - len(tokens) + place)
+            if token in self._parts.end_tokens:
                 tokens = tokens[: place + 1]
                 drafted, accepted = min(drafted, len(tokens)), min(accepted, len(tokens))
                 break
-        stopped = tokens[-1] in self._end_tokens or generated >= request.limit
+        stopped = tokens[-1] in self._parts.end_tokens or generated >= request.limit
         record.drafted, record.accepted, record.committed = drafted, accepted, len(tokens)
-        self._schedule.observe(request.row, drafted, accepted)
+        self._parts.schedule.observe(request.row, drafted, accepted)
         if stopped:
             request.stopped = True
-            if not self._planner.after_end.stay:
-                self._planner.finish(request)
+            if not self._parts.planner.after_end.stay:
+                self._parts.planner.finish(request)
         return Committed(request, tokens, stopped)
 
 
