@@ -20,10 +20,17 @@ from .config import AspireConfig
 from .kernels import reference
 from .request import Row, RowKind
 from .selection import ContextPolicy
+from .side_streams import SideStreams
 
 
 class Backend(Protocol):
-    """What the runner needs of a set of kernels."""
+    """What the runner needs of a set of kernels.
+
+    Attributes:
+        sides: Where kernels of a captured forward run that need not wait for each other.
+    """
+
+    sides: SideStreams
 
     def plan(self, batch: MixedBatch) -> None:
         """Prepares what all layers of the next forward share."""
@@ -93,6 +100,7 @@ class TorchBackend:
     _EXPLICIT_QUERIES = 64  # a longer row (a prefill chunk) is split: only its last, scored queries take this path
 
     def __init__(self, cache: AspireCache, policy: ContextPolicy) -> None:
+        self.sides = SideStreams()
         self._cache = cache
         self._policy = policy
 
@@ -187,7 +195,7 @@ class BackendStep:
     """A backend as the step that travels through the model's forward."""
 
     def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+        self.backend = backend
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, keywords: dict[str, Any]) -> Tensor:
         """See `AttentionStep`. Compiled code calls it by an operator, since its work is opaque to the compiler."""
@@ -201,7 +209,7 @@ class BackendStep:
     def attend_layer(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """See `AttentionStep`."""
         heads = (split_heads(query), split_heads(key), split_heads(value))
-        return self._backend.run(layer, *heads, scaling)[None]
+        return self.backend.run(layer, *heads, scaling)[None]
 
     def mask(self, mask_function: Any) -> None:
         """Nothing: the probe has judged the model's masks."""

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 
 import torch
+import torch.fx.experimental._config
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -13,9 +14,12 @@ from .attention import current_step
 from .backends import BackendStep
 from .compat import PreTrainedModel
 from .model_checks import is_training
+from .parallel_products import ParallelProducts
 
 _RECOMPILE_LIMIT = 64
 """Compilations of all models of a process: every one with other sizes needs two, and torch's own limit is 8."""
+_PASS = ParallelProducts()
+"""One for all layers: they share compiled code only where their options are the same objects."""
 
 
 @torch.library.custom_op("hf_aspire::attend", mutates_args=())
@@ -35,6 +39,8 @@ def compile_obstacle(model: PreTrainedModel) -> str | None:
     """Why a model's layers cannot be compiled apart from it, or None."""
     if not any(isinstance(module, GradientCheckpointingLayer) for module in model.modules()):
         return f"{type(model).__name__} has no decoder layers that Transformers marks as such"
+    if not hasattr(torch.compiler.config, "dynamic_sources"):
+        return f"torch {torch.__version__} would compile every layer for itself"
     return replay_obstacle(model)
 
 
@@ -66,8 +72,24 @@ def compiled_twin(model: PreTrainedModel) -> PreTrainedModel:
     twin = _twin(model, {})
     for module in twin.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            module.compile(dynamic=True)
+            module.compile(dynamic=True, options={"post_grad_custom_post_pass": _PASS})
     return twin
+
+
+def varying_numbers(model: PreTrainedModel) -> set[str]:
+    """Names of integers that the decoder layers' modules hold and that differ between layers, such as their index.
+
+    As constants of the code, they would have it compiled for every layer.
+    """
+    held: dict[tuple[str, str], int] = {}
+    found = set()
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            for path, module in layer.named_modules():
+                for name, value in vars(module).items():
+                    if type(value) is int and held.setdefault((f"{type(layer)} {path}", name), value) != value:
+                        found.add(name)
+    return found
 
 
 class CompiledSteps:
@@ -79,6 +101,7 @@ class CompiledSteps:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._twin: PreTrainedModel | None = None
+        self._varying = ",".join(rf"L\['self'\].*\.{name}$" for name in sorted(varying_numbers(model)))
         try:
             self._twin = compiled_twin(model)
         except Exception as error:  # modules that are more than their attributes
@@ -88,14 +111,16 @@ class CompiledSteps:
         """What `forward` makes of the twin; None where compiling it fails, now or earlier."""
         if self._twin is None:
             return None
-        # A layer's index is an attribute of its modules: as a constant it would compile every layer for itself.
         settings = {
-            "allow_unspec_int_on_nn_module": True,
             "fail_on_recompile_limit_hit": True,
             "recompile_limit": max(_RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit),
         }
+        # Sizes of heads stay constants: divisions by numbers unknown to the compiler are slow.
+        varying = torch.compiler.config.patch(dynamic_sources=self._varying)  # type: ignore[attr-defined]
+        # A first forward of as many tokens as a layer is wide would be taken for the only one there is.
+        unequal = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
         try:
-            with torch._dynamo.config.patch(settings):
+            with torch._dynamo.config.patch(settings), varying, unequal:
                 return forward(self._twin)
         except torch.OutOfMemoryError:
             raise

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .kernels.work import bucket
+from .side_streams import one_capture
 
 MOST_GRAPHS = 96
 """Shapes beyond which new ones run without a graph: each takes memory, and capturing takes time."""
@@ -60,8 +61,11 @@ class Needs(NamedTuple):
 
     @property
     def least(self) -> Shape:
-        """The smallest shape there is that does. Matrix products take about the same time up to 128 tokens."""
-        tokens = bucket(self.tokens, least=128) if self.tokens > 128 else power(self.tokens, 1)
+        """The smallest shape there is that does. Matrix products take about the same time up to 128 tokens.
+
+        Two tokens at least: for a single one, torch would compile the layers once more, in the middle of a call.
+        """
+        tokens = bucket(self.tokens, least=128) if self.tokens > 128 else power(self.tokens, 2)
         work = tuple((power(items, 64), power(merges, 16)) for items, merges in self.in_batch_of(tokens))
         return Shape(tokens, self.block_m, power(self.scored, 4), self.settles, work)
 
@@ -148,6 +152,7 @@ class Graphs:
         try:
             # A capture that fails leaves its own stream as the current one; the outer block puts the caller's back.
             with (
+                one_capture,
                 torch.cuda.stream(torch.cuda.current_stream()),
                 torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
             ):

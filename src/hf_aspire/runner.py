@@ -14,6 +14,7 @@ from .cache import AspireCache
 from .compat import CACHE_NAME, PreTrainedModel
 from .compiled import CompiledSteps
 from .graphs import Graphs
+from .request import RowKind
 
 if TYPE_CHECKING:
     from .step_tables import Plan, StepTables  # they import triton, which a CPU need not have
@@ -27,7 +28,7 @@ class Runner:
         cache: Pools.
         backend: Kernels.
         keeps_logits: Whether the model computes logits for chosen tokens only.
-        steps: Runs planned steps with compiled layers, or None.
+        steps: Runs forwards with compiled layers, or None.
         graphs: Captured forwards of planned steps.
     """
 
@@ -63,7 +64,9 @@ class Runner:
         self.backend.plan(batch)
         tokens = {"input_ids": batch.token_ids} if batch.embeds is None else {"inputs_embeds": batch.embeds}
         kept = {"logits_to_keep": batch.logits_index} if self._keeps_logits else {}
-        logits = self._run(self._model, batch.position_ids, {**tokens, **kept})
+        # Prompts are left out: the compiler fits its kernels to the sizes that it meets first, and steps are small.
+        step = all(row.kind is not RowKind.PREFILL for row in batch.rows)
+        logits = self._forward(batch.position_ids, {**tokens, **kept}, compiled=step)
         logits = logits if self._keeps_logits else logits[batch.logits_index.to(logits.device)]
         return logits.to(batch.token_ids.device)
 
@@ -80,18 +83,18 @@ class Runner:
 
     def _planned(self, plan: Plan, tables: StepTables) -> Tensor:
         token_ids, position_ids = tables.fill(plan)
-
-        def forward(model: PreTrainedModel) -> Tensor:
-            return self._run(model, position_ids, {"input_ids": token_ids})
-
-        logits = None if self._steps is None else self._steps.run(forward)
-        if logits is None:
-            logits = forward(self._model)
+        logits = self._forward(position_ids, {"input_ids": token_ids}, compiled=True)
         tables.renew(plan)
         return tables.settle(plan, token_ids, logits) if plan.shape.settles else logits
 
+    def _forward(self, position_ids: Tensor, inputs: dict[str, Any], compiled: bool) -> Tensor:
+        logits = None
+        if compiled and self._steps is not None and position_ids.shape[1] > 1:  # a single token would compile again
+            logits = self._steps.run(lambda twin: self._run(twin, position_ids, inputs))
+        return self._run(self._model, position_ids, inputs) if logits is None else logits
+
     def _run(self, model: PreTrainedModel, position_ids: Tensor, inputs: dict[str, Any]) -> Tensor:
-        inputs |= {
+        inputs = inputs | {
             "position_ids": position_ids,
             CACHE_NAME: self._cache,
             "use_cache": True,

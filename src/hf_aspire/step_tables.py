@@ -156,6 +156,7 @@ class StepTables:
         """Makes the lists of the rows that the last forward scored."""
         if not plan.shape.scored:
             return
+        self._backend.finish()
         scores = self._scores(plan.shape.scored, plan.tile)[1]
         scored_rows = plan.parts[5 + 4 * plan.scored_views.index(True)]
         row_state = plan.parts[1].long()

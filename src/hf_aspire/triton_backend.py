@@ -26,6 +26,7 @@ from .kernels.tiles import Tile, tile_for
 from .prompt_attention import Bulk
 from .request import Row, RowKind
 from .selection import ContextPolicy
+from .side_streams import SideStreams
 
 _HOST_PROGRAMS = 16
 """Programs to cut the work for where there is no GPU (the interpreter runs them one by one)."""
@@ -107,6 +108,7 @@ class TritonBackend:
             )
         self._cache = cache
         self._policy = policy
+        self.sides = SideStreams()
         self._spec = layers[0]
         self._cuts_prompts = prompt_attention.serves(layers[0])
         self._group = self._spec.query_heads // self._spec.kv_heads
@@ -166,6 +168,8 @@ class TritonBackend:
         lists = tables.lists[layer if len(tables.lists) > 1 else 0]
         output = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
         raw = tables.raw if view.scored_rows is not None else None
+        if raw is not None:
+            self.sides.join()  # the layer before may still be reading its raw scores
         mixed_attention(
             query,
             keys,
@@ -187,8 +191,14 @@ class TritonBackend:
             combine(view.partials, view.rows, view.merges, output, self._group, tables.tile, raw is not None)
         if raw is not None and view.scored_rows is not None and tables.scores is not None:
             scores = tables.scores[layer if self._policy.lists > 1 else 0]
-            reduce_scores(raw, view.partials.row_lse, view.rows, view.scored_rows, scores, 1, self._policy.by_maximum)
+            with self.sides.fork():  # only the lists of the next step wait for it
+                lse, by_maximum = view.partials.row_lse, self._policy.by_maximum
+                reduce_scores(raw, lse, view.rows, view.scored_rows, scores, 1, by_maximum)
         return output
+
+    def finish(self) -> None:
+        """Ends a forward: what follows sees its scores."""
+        self.sides.join()
 
     def scores(self, row: int) -> Tensor:
         """See `Backend`."""

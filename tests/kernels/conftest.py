@@ -17,6 +17,7 @@ if importlib.util.find_spec("triton") is None:
         "device_lists",
         "many_calls",
         "mixed_attention",
+        "parallel_products",
         "pipeline",
         "select",
         "store_kv",

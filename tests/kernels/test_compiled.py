@@ -7,13 +7,13 @@ import warnings
 import pytest
 import torch
 from kit import ragged, tiny_llama
-from torch import nn
+from torch import fx, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import hf_aspire
 from hf_aspire import AspireConfig
 from hf_aspire.backends import BackendChoice
-from hf_aspire.compiled import CompiledSteps, compile_obstacle, compiled_twin, replay_obstacle
+from hf_aspire.compiled import CompiledSteps, compile_obstacle, compiled_twin, replay_obstacle, varying_numbers
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
     torch._dynamo.reset()
     compile_module = nn.Module.compile
 
-    def compile_here(self: nn.Module, **keywords: object) -> None:
-        compile_module(self, backend=found, **keywords)
+    def compile_here(self: nn.Module, dynamic: bool | None = None, options: object = None) -> None:
+        compile_module(self, backend=found, dynamic=dynamic)
 
     monkeypatch.setattr(nn.Module, "compile", compile_here)
     return found
@@ -41,8 +41,41 @@ def test_layers_compile_together_and_the_text_stays_plains(
     )
     text = hf_aspire.generate(model, **batch, max_new_tokens=6, do_sample=False, aspire_config=config)
     assert torch.equal(text, model.generate(**batch, max_new_tokens=6, do_sample=False))
-    assert 1 <= counter.frame_count <= 2  # one for many tokens, one for a single token; not one per layer
+    assert 1 <= counter.frame_count <= 2  # not one per layer; torch may start over once, and counts that
     assert all(module._compiled_call_impl is None for module in model.modules())
+
+
+def test_steps_that_the_host_leads_are_compiled_too(
+    counter: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """Those of policies and processors that no graph serves; prompts are not."""
+    monkeypatch.setattr("hf_aspire.session.choose_backend", lambda config, layers: BackendChoice("triton", ""))
+    model = tiny_llama(num_hidden_layers=4).float().to(device)
+    batch = {name: tensor.to(device) for name, tensor in ragged((40, 24)).items()}
+    config = AspireConfig(
+        compile=True,
+        cuda_graphs=False,
+        context="hybrid",
+        schedule="fixed",
+        draft_length=2,
+        min_pages=1,
+        recent_pages=1,
+    )
+    hf_aspire.generate(model, **batch, max_new_tokens=1, do_sample=False, aspire_config=config)
+    assert counter.frame_count == 0
+    text = hf_aspire.generate(model, **batch, max_new_tokens=8, do_sample=False, aspire_config=config)
+    assert torch.equal(text, model.generate(**batch, max_new_tokens=8, do_sample=False))
+    assert 1 <= counter.frame_count <= 2
+
+
+def test_sizes_that_happen_to_be_equal_are_not_taken_for_the_same(counter: CompileCounterWithBackend) -> None:
+    """A first step of as many tokens as a layer is wide."""
+    model = tiny_llama(num_hidden_layers=4)
+    steps = CompiledSteps(model)
+    for tokens in (model.config.hidden_size, 7, 16, 33):
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        steps.run(lambda twin, ids=ids: twin(ids, use_cache=False).logits)  # type: ignore[misc]
+    assert 1 <= counter.frame_count <= 2
 
 
 def test_layers_that_do_not_compile_run_as_they_are(
@@ -75,6 +108,27 @@ def test_models_of_many_sizes_compile_in_one_process() -> None:
     """They share the code that torch counts compilations of."""
     limit = CompiledSteps(tiny_llama()).run(lambda twin: torch.tensor(torch._dynamo.config.recompile_limit))
     assert limit is not None and limit >= 64
+
+
+def test_the_compiler_knows_all_sizes_but_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions in heads of unknown size would be divided by it, number by number."""
+    shapes: list[list[object]] = []
+
+    def record(graph: fx.GraphModule, inputs: list[object]) -> fx.GraphModule:
+        known = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+        shapes.append([size for entry in known if isinstance(entry, torch.Tensor) for size in entry.shape])
+        return graph
+
+    compile_module = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **_: compile_module(self, dynamic=True, backend=record))
+    torch._dynamo.reset()
+    model = tiny_llama(num_hidden_layers=4)
+    steps = CompiledSteps(model)
+    for tokens in (7, 12):
+        steps.run(lambda twin, count=tokens: twin(torch.arange(count)[None], use_cache=False).logits)  # type: ignore[misc]
+    unknown = {str(size) for size in shapes[0] if not str(size).isdigit()}
+    assert len(shapes) == 1 and len(unknown) == 1
+    assert varying_numbers(model) == {"layer_idx"}
 
 
 def test_a_twin_shares_every_parameter_and_no_module(counter: CompileCounterWithBackend) -> None:
