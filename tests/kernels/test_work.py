@@ -64,11 +64,22 @@ def test_work_is_split_by_length_not_by_row():
     ends = np.zeros(33)
     for length in size:
         ends[ends.argmin()] += length
-    assert ends.max() <= 1.1 * size.sum() / 33
+    assert ends.max() <= 1.15 * size.sum() / 33
 
 
 def test_a_single_row_fills_the_device():
-    assert len(lengths_of(plan_of([1], [32768], slots=33))) >= 32
+    assert 30 <= len(lengths_of(plan_of([1], [32768], slots=33))) <= 33
+
+
+def test_few_rows_are_cut_so_that_one_wave_of_programs_reads_them():
+    """20 items would leave a third of the slots empty, and two programs on some multiprocessors: 35 % slower."""
+    assert len(lengths_of(plan_of([8] * 4, [32768] * 4, slots=33))) == 32
+
+
+def test_short_lists_stay_whole_beside_long_rows():
+    """The last programs read faster: cutting every list, to end at the same time, costs more than it gains."""
+    plan = plan_of([1] * 28 + [8] * 4, [2294] * 28 + [32768] * 4, slots=33)
+    assert plan.used_merges == 4
 
 
 def test_rows_that_fill_the_device_are_left_whole():
