@@ -50,6 +50,17 @@ def test_layers_that_differ_in_their_scale_alone_share_the_kernels(monkeypatch):
     assert choose_backend(AspireConfig(), [GPU, dataclasses.replace(GPU, scaling=1.0)]).name == "triton"
 
 
+def test_a_gpu_that_the_kernels_are_not_made_for_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.warns(RuntimeWarning, match=r"8\.0 or more, and this one's is 7\.5"):
+        assert choose_backend(AspireConfig(), [GPU]).name == "torch"
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    with pytest.raises(ValueError, match="NVIDIA"):
+        choose_backend(AspireConfig(backend="triton"), [GPU])
+
+
 def test_a_missing_triton_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="triton is not installed"):

@@ -76,6 +76,11 @@ def _triton_obstacle(config: AspireConfig, layers: Sequence[LayerSpec]) -> str |
         return f"the Triton kernels need a GPU, and the model is on {first.device.type!r}"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
+    if torch.version.hip is not None:
+        return "the Triton kernels are for NVIDIA GPUs"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(first.device) < (8, 0):
+        has = ".".join(map(str, torch.cuda.get_device_capability(first.device)))
+        return f"the Triton kernels need a GPU of compute capability 8.0 or more, and this one's is {has}"
     if len({dataclasses.replace(layer, scaling=0.0) for layer in layers}) > 1:
         return "the model's layers differ in their heads, sizes, dtypes or devices"
     if first.dtype not in (torch.float32, torch.bfloat16, torch.float16):
