@@ -158,6 +158,7 @@ def main(
     context: int = 32768,
     batch: Annotated[str, typer.Option(help="A number, or 'fit': as many as memory holds.")] = "fit",
     new: int = 256,
+    profiles: Annotated[str, typer.Option(help="Profiles, separated by commas; '' for none.")] = ",".join(PROFILES),
     plain_tokens: Annotated[int, typer.Option(help="New tokens of plain generate; 0 leaves it out.")] = 0,
     output: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
@@ -174,7 +175,8 @@ def main(
     base = ours(model, ids, new // 2, [1.0], {"schedule": "autoregressive"})
     results.append(base.entry("autoregressive"))
     sparse = AspireConfig().budget(context)
-    for name, profile in PROFILES.items():
+    for name in filter(None, profiles.split(",")):
+        profile = PROFILES[name]
         fixed = ours(model, ids, new, profile, {"schedule": "fixed", "draft_length": 8})
         aspire = ours(model, ids, new, profile, {"schedule": "aspire"})
         ideal, drafts = ideal_rate(base.steps + fixed.steps + aspire.steps, rows, context, sparse, profile)
