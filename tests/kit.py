@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import (
+    GenerationMixin,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 import hf_aspire
-from hf_aspire import AspireConfig, AspireStats
+from hf_aspire import AspireConfig, AspireOutput, AspireStats
 from hf_aspire.request import RowKind
 from hf_aspire.scheduler import Candidate
 
@@ -22,6 +32,11 @@ MEMORY_BOUND = (1e-3, 0.0, 1e-3)
 """A cost at which reading keys and values is all that counts, so that schedule `aspire` drafts."""
 POLICIES = ("refresh", "verify", "hybrid", "window")
 SCHEDULES = ("aspire", "fsm", "fixed", "staggered", "autoregressive")
+DRAFTING = tuple(name for name in SCHEDULES if name != "autoregressive")
+TOKEN_BYTES = 3 * 2 * 2 * 16 * 8  # of the tiny model: layers, key and value, heads, size, float64
+LENGTHS, NEW = (1, 2, 9, 30), 12
+"""Lengths of prompts, and new tokens, of the fixtures `batch` and `text` in files that set none of their own."""
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 
 Batch = dict[str, Tensor]
 DraftFunction = Callable[[int, int, int], int]
@@ -97,6 +112,79 @@ def aspire(model: PreTrainedModel, batch: Batch, config: AspireConfig, **keyword
     return Result(output if isinstance(output, Tensor) else output.sequences, seen[0], output)
 
 
+def aspire_output(
+    model: PreTrainedModel, batch: Batch, config: AspireConfig | None = None, **keywords: Any
+) -> AspireOutput:
+    """Dict-like output of `hf_aspire.generate`, greedy unless told otherwise; without a configuration, its own."""
+    keywords = {"do_sample": False, "return_dict_in_generate": True} | keywords
+    return hf_aspire.generate(model, **batch, aspire_config=config, **keywords)
+
+
+# ---- what a call did
+
+
+class Recorder:
+    """An `on_stats` that keeps what it got."""
+
+    def __init__(self) -> None:
+        self.stats: list[AspireStats] = []
+
+    def __call__(self, stats: AspireStats) -> None:
+        self.stats.append(stats)
+
+    def config(self, **fields: Any) -> AspireConfig:
+        return small(on_stats=self, **fields)
+
+
+@contextmanager
+def forwards(model: nn.Module) -> Iterator[list[tuple[int, ...]]]:
+    """Shapes of the token ids of every forward of the model."""
+    seen: list[tuple[int, ...]] = []
+
+    def note(module: nn.Module, args: Any, keywords: dict[str, Any]) -> None:
+        seen.append(tuple((args[0] if args else keywords["input_ids"]).shape))
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    yield seen
+    handle.remove()
+
+
+def state(model: PreTrainedModel) -> tuple[Any, ...]:
+    """What a call may touch, and must put back."""
+    return (
+        model.config._attn_implementation,
+        copy.deepcopy(model.config.to_dict()),
+        copy.deepcopy(model.generation_config.to_dict()),
+        GenerationMixin.__dict__["generate"],
+        GenerationMixin.__dict__["_sample"],
+    )
+
+
+def verified(stats: AspireStats) -> list[list[int]]:
+    """Draft lengths that were verified in each step."""
+    return [[row.queries - 1 for row in step.rows if row.kind is RowKind.VERIFY] for step in stats.timeline]
+
+
+def new_tokens(stats: AspireStats, row: int) -> int:
+    """Tokens that a row's rounds account for if no stop cut any."""
+    return 1 + sum(accepted + 1 for _, accepted in stats.rounds[row])
+
+
+def check_counts(output: Result, width: int, ends: Sequence[int]) -> None:
+    """committed[i] == 1 + sum(accepted + 1), less the one token that a stop inside the accepted drafts cut off."""
+    stats = output.stats
+    for row, tokens in enumerate(output.sequences[:, width:].tolist()):
+        stop = next((place for place, token in enumerate(tokens) if token in ends), None)
+        assert stats.committed[row] == (len(tokens) if stop is None else stop + 1)
+        cut = new_tokens(stats, row) - stats.committed[row]
+        assert cut == 0 or (cut == 1 and stop is not None and stats.rounds[row][-1][1] > 0)
+        assert stats.drafted[row] == sum(drafted for drafted, _ in stats.rounds[row])
+        assert stats.accepted[row] == sum(accepted for _, accepted in stats.rounds[row])
+
+
+# ---- what a call is made to do
+
+
 def right_drafts(sequences: Tensor, width: int) -> DraftFunction:
     """Drafts that are `sequences`' own tokens behind a prompt of `width` columns: all of them are accepted."""
     new = sequences[:, width:].tolist()
@@ -135,3 +223,39 @@ class Scripted:
 
     def observe(self, request: int, drafted: int, accepted: int) -> None:
         pass
+
+
+class Failure(LogitsProcessor):
+    """A processor that raises after a number of calls."""
+
+    def __init__(self, calls: int, error: BaseException) -> None:
+        self.left = calls
+        self.error = error
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
+        return scores
+
+
+# ---- tokenizers
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer with one word per token, w0 to w47."""
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w1"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", padding_side="left")
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """A tokenizer with one letter per token."""
+    words = Tokenizer(models.WordLevel({letter(token): token for token in range(VOCABULARY)}, unk_token=letter(0)))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    words.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token=letter(0))
+
+
+def letter(token: int) -> str:
+    return chr(ord("a") + token)

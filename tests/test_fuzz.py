@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
-from kit import POLICIES, SCHEDULES, VOCABULARY, pick, ragged, small, tiny_llama
+from kit import POLICIES, SCHEDULES, VOCABULARY, pick, ragged, small
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -19,11 +19,6 @@ import hf_aspire
 
 EXAMPLES = 2000 if settings.get_current_profile_name() == "long" else 60
 TOKENS = st.integers(1, VOCABULARY - 1)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
 
 
 class Favour(LogitsProcessor):

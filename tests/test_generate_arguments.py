@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from kit import plain, ragged, small, tiny_llama
+from kit import plain, small
 from transformers import GenerationConfig, GenerationMixin, SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 import hf_aspire
 
+LENGTHS = (1, 9, 40)
 ROOT = Path(__file__).parent
 PAGE = (ROOT.parent / "docs" / "generate-arguments.md").read_text()
 ROW = re.compile(r"^\| `(\w+)` \| (supported|no effect|refused) \| .* \| `([\w.]+)::(\w+)` \|$", re.M)
@@ -27,16 +28,6 @@ def section(title: str) -> dict[str, str]:
 
 FIELDS = section("Fields of `GenerationConfig`")
 PARAMETERS = section("Parameters of `generate`")
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
-
-
-@pytest.fixture(scope="module")
-def batch():
-    return ragged([1, 9, 40])
 
 
 def aspire(model, batch, **keywords: Any) -> torch.Tensor:

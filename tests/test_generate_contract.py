@@ -21,21 +21,6 @@ LENGTHS = (4, 30, 11)
 WIDTH, NEW = max(LENGTHS), 10
 
 
-@pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    return tiny_llama()
-
-
-@pytest.fixture(scope="module")
-def batch() -> Batch:
-    return ragged(LENGTHS)
-
-
-@pytest.fixture(scope="module")
-def text(model: LlamaForCausalLM, batch: Batch) -> Tensor:
-    return plain(model, batch, max_new_tokens=NEW)
-
-
 def check(model: LlamaForCausalLM, batch: Batch, **keywords: Any) -> Tensor:
     """Plain's sequences, with accepted and with rejected drafts."""
     expected = plain(model, batch, **keywords)

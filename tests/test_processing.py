@@ -36,11 +36,6 @@ WIDTH = max(LENGTHS)
 NEW = 14
 
 
-@pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    return tiny_llama()
-
-
 class Text:
     """What each row says when nothing is processed: settings made from it have something to change."""
 

@@ -6,26 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from kit import VOCABULARY, ragged, small
-from torch import Tensor, nn
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    CLIPVisionConfig,
-    LlamaForCausalLM,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    PreTrainedModel,
-)
+from families import LENGTHS, NEW, WIDTH, build, check_equal, check_refused
+from kit import ragged
+from transformers import PreTrainedModel
 
-import hf_aspire
-from hf_aspire import AspireConfig, AspireOutput
 from hf_aspire.compat import CACHE_NAME
 from hf_aspire.probe import probe_model
 
-NEW = 12
-LENGTHS = (1, 2, 9, 21)
-WIDTH = max(LENGTHS) + NEW
 WIDE = {"sliding_window": WIDTH}
 LATENT = {
     "num_key_value_heads": 4,
@@ -36,73 +23,6 @@ LATENT = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 16,
 }
-# Sizes by every name that configs have for them; a config takes those that it knows.
-SIZES: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 64),
-    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim"), 64),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 3),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "moe_k"), 2),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
-    **dict.fromkeys(("max_position_embeddings", "n_positions"), 128),
-    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
-    **dict.fromkeys(("rotary_dim", "hidden_size_per_layer_input", "laurel_rank"), 8),
-    "head_dim": 16,
-    "query_pre_attn_scalar": 16,
-    "vocab_size": VOCABULARY,
-    "vocab_size_per_layer_input": VOCABULARY,
-    "attn_dropout": 0.0,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-}
-
-
-def build(model_type: str, dtype: torch.dtype = torch.float64, **overrides: Any) -> PreTrainedModel:
-    """A tiny model whose weights are all random: gains, biases and position tables too, so that nothing cancels."""
-    config_class = CONFIG_MAPPING[model_type]
-    known = set(config_class().to_dict()) | set(config_class.attribute_map)
-    settings = {name: value for name, value in SIZES.items() if name in known} | {"eos_token_id": None} | overrides
-    experts = {"experts_implementation": "eager"} if any("experts" in name for name in known) else {}  # float64
-    model = AutoModelForCausalLM.from_config(config_class(**settings), **experts).to(dtype).eval()
-    random = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=random, dtype=torch.float64).to(dtype)
-            if "embed" in name or "wte" in name or "wpe" in name:
-                parameter.copy_(noise)
-            elif parameter.ndim > 1:
-                parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)
-            else:
-                parameter.add_(noise * 0.2)
-    return model
-
-
-def aspire(
-    model: PreTrainedModel, config: AspireConfig | None = None, new: int = NEW, **keywords: Any
-) -> AspireOutput:
-    settings = {"do_sample": False, "return_dict_in_generate": True, "max_new_tokens": new}
-    return hf_aspire.generate(model, **ragged(LENGTHS), aspire_config=config or small(), **settings, **keywords)
-
-
-def check_equal(model: PreTrainedModel, new: int = NEW) -> None:
-    """Tokens and the logits that chose them are plain's; drafts were made, and some of them refused."""
-    keywords: dict[str, Any] = {"max_new_tokens": new, "return_dict_in_generate": True, "output_logits": True}
-    expected = model.generate(**ragged(LENGTHS), do_sample=False, **keywords)
-    found = aspire(model, small(schedule="staggered", context="verify"), new, output_logits=True)
-    assert found.sequences.tolist() == expected.sequences.tolist()
-    for ours, plains in zip(found.logits, expected.logits, strict=True):
-        torch.testing.assert_close(ours, plains, atol=1e-4, rtol=1e-4)
-    assert sum(found.aspire_stats.drafted) > 0
-
-
-def check_refused(model: PreTrainedModel, reason: str, new: int = NEW) -> None:
-    """The class and the reason are named, and the model is left as it was."""
-    implementation = model.config._attn_implementation
-    with pytest.raises(ValueError, match=reason) as caught:
-        aspire(model, new=new)
-    assert type(model).__name__ in str(caught.value)
-    assert model.config._attn_implementation == implementation
 
 
 def rope(kind: str, **settings: Any) -> dict[str, Any]:
@@ -112,6 +32,9 @@ def rope(kind: str, **settings: Any) -> dict[str, Any]:
 def longrope(boundary: int) -> dict[str, Any]:
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     return rope("longrope", original_max_position_embeddings=boundary, **factors)
+
+
+# ---- served
 
 
 EQUAL: dict[str, tuple[str, dict[str, Any]]] = {
@@ -201,6 +124,9 @@ def test_final_soft_capping_is_the_models_own_business() -> None:
     check_equal(build("gemma2", torch.float32, **WIDE, **capped))
 
 
+# ---- refused
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a window that binds": ("mistral", {"sliding_window": 8}, "window of 8 tokens and this call may reach 33"),
     "a window one token short": ("mistral", {"sliding_window": WIDTH - 1}, "window of 32 tokens"),
@@ -282,84 +208,7 @@ def test_positions_end_where_the_models_table_ends(model_type: str) -> None:
     check_refused(build(model_type, max_position_embeddings=last), f"{last} learned positions .* position {last}")
 
 
-class IgnoresPositions(LlamaForCausalLM):
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **keywords: Any) -> Any:
-        return super().forward(input_ids, position_ids=None, **keywords)
-
-
-class CannotPack(LlamaForCausalLM):
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **keywords: Any) -> Any:
-        if position_ids is not None and bool((position_ids.diff() < 0).any()):
-            raise RuntimeError("positions must rise")
-        return super().forward(input_ids, position_ids=position_ids, **keywords)
-
-
-def llama_as(model_class: type[LlamaForCausalLM]) -> LlamaForCausalLM:
-    model = build("llama")
-    other = model_class(model.config).double().eval()
-    other.load_state_dict(model.state_dict())
-    return other
-
-
-def test_code_of_users_is_judged_by_its_logits() -> None:
-    check_refused(llama_as(IgnoresPositions), "changes its logits by .*ignores position_ids")
-    check_refused(llama_as(CannotPack), "packed forward .*positions must rise")
-
-
-def test_neighbouring_tokens_may_meet_in_attention_only() -> None:
-    model = build("llama")
-    handle = model.model.layers[1].mlp.register_forward_pre_hook(lambda module, args: (args[0] + args[0].roll(1, 1),))
-    check_refused(model, "computes across tokens")
-    handle.remove()
-    check_equal(model)
-
-
-def test_dropout_of_attention_weights_is_refused() -> None:
-    """The kernels drop nothing. What a model in training mode drops elsewhere: tests/test_model_warnings.py."""
-    for model in (build("llama", attention_dropout=0.1), build("opt", attention_dropout=0.1)):
-        check_equal(model)
-        with pytest.warns(RuntimeWarning, match="training mode"):
-            check_refused(model.train(), r"drops attention weights \(dropout=0.1\); call model.eval\(\)")
-
-
-def test_other_random_numbers_of_training_mode_are_refused() -> None:
-    model = build("llama").train()
-    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * torch.rand_like(output))
-    with pytest.warns(RuntimeWarning, match="training mode"):
-        check_refused(model, r"draws random numbers in training mode \(call model.eval\(\)\)")
-
-
-def test_a_model_is_compared_with_itself_once() -> None:
-    model = build("llama")
-    calls: list[bool] = []
-    model.register_forward_pre_hook(
-        lambda module, args, keywords: calls.append("attention_mask" in keywords), with_kwargs=True
-    )
-    for _ in range(2):
-        aspire(model, new=2)
-    assert sum(calls) == 1
-    model.to(torch.float32)  # other layers: once more
-    aspire(model, new=2)
-    assert sum(calls) == 2
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_passes_the_comparison(dtype: torch.dtype) -> None:
-    for model_type in ("llama", "qwen3_moe"):
-        found = aspire(build(model_type, dtype))
-        assert found.sequences.shape[1] == WIDTH
-
-
-def test_logits_of_all_tokens_are_computed_where_a_model_cannot_choose() -> None:
-    model = build("llama")
-    forward = type(model).forward
-
-    class EveryLogit(LlamaForCausalLM):
-        def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **keywords: Any) -> Any:
-            return forward(self, input_ids, position_ids=position_ids, **keywords)
-
-    assert "logits_to_keep" not in EveryLogit.forward.__annotations__
-    check_equal(llama_as(EveryLogit))
+# ---- what the probe finds in them
 
 
 def test_a_model_without_weights_tells_its_shapes() -> None:
@@ -381,25 +230,3 @@ def test_a_model_without_weights_tells_its_shapes() -> None:
 def test_caches_that_hold_something_else_than_attention_reads_are_known(name: str, expected: bool) -> None:
     model_type, overrides = EQUAL[name]
     assert probe_model(build(model_type, **overrides), WIDTH).caches_attended is expected
-
-
-def test_a_model_with_one_layer_is_served() -> None:
-    check_equal(build("llama", num_hidden_layers=1))
-
-
-def test_text_alone_of_a_model_that_can_see() -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision = CLIPVisionConfig(**sizes, image_size=16, patch_size=8)
-    torch.manual_seed(0)
-    text = build("llama").config
-    config = LlavaConfig(vision_config=vision, text_config=text, image_token_id=VOCABULARY - 1, pad_token_id=0)
-    model = LlavaForConditionalGeneration(config).double().eval()
-    check_equal(model)
-    with pytest.raises(ValueError, match="pixel_values"):
-        aspire(model, pixel_values=torch.zeros(1, 3, 16, 16))
-
-
-def test_modules_without_attention_do_not_disturb() -> None:
-    model = build("llama")
-    model.extra = nn.Linear(2, 2)
-    check_equal(model)
