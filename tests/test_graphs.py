@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_aspire.graphs import Graphs, Needs, Shape
+from hf_aspire.side_streams import one_capture
 
 
 def test_a_shape_serves_what_is_smaller_and_of_its_kind() -> None:
@@ -44,6 +47,40 @@ def test_a_capture_that_fails_leaves_the_callers_stream_and_the_right_result() -
         assert graphs.run(shape, forward).tolist() == [0.0, 3.0, 6.0]
     assert torch.cuda.current_stream() == stream
     assert graphs.run(shape, forward).tolist() == [0.0, 3.0, 6.0] and not graphs.enabled
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), ValueError("the cause")])
+def test_what_ends_a_capture_is_not_hidden_by_what_ending_it_raises(
+    stop: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def capturing(*arguments: object, **keywords: object) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            raise RuntimeError("unjoined work")  # as CUDA does where a side stream was left in the capture
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    graphs, shape, failing = Graphs(True), Shape(2, 16, 0, False, ()), [False]
+
+    def forward() -> torch.Tensor:
+        if failing[0]:
+            failing[0] = False
+            raise stop
+        return torch.ones(1)
+
+    graphs.run(shape, forward)
+    failing[0] = True
+    if isinstance(stop, KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            graphs.run(shape, forward)
+    else:
+        with pytest.warns(RuntimeWarning, match="ValueError: the cause"):
+            assert graphs.run(shape, forward).tolist() == [1.0]
+    assert not one_capture.locked()
 
 
 mixtures = st.builds(

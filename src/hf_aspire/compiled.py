@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 
@@ -17,7 +18,9 @@ from .model_checks import is_training
 from .parallel_products import ParallelProducts
 
 _RECOMPILE_LIMIT = 64
-"""Compilations of all models of a process: every one with other sizes needs two, and torch's own limit is 8."""
+"""Compilations of all models of a process: one per model and kind of layer, and torch's own limit is 8."""
+_one_forward = threading.RLock()
+"""Held during a forward: before 2.13, torch's settings are those of all threads."""
 _PASS = ParallelProducts()
 """One for all layers: they share compiled code only where their options are the same objects."""
 
@@ -39,7 +42,7 @@ def compile_obstacle(model: PreTrainedModel) -> str | None:
     """Why a model's layers cannot be compiled apart from it, or None."""
     if not any(isinstance(module, GradientCheckpointingLayer) for module in model.modules()):
         return f"{type(model).__name__} has no decoder layers that Transformers marks as such"
-    if not hasattr(torch.compiler.config, "dynamic_sources"):
+    if torch.__version__ < (2, 8):  # type: ignore[operator]
         return f"torch {torch.__version__} would compile every layer for itself"
     return replay_obstacle(model)
 
@@ -79,7 +82,8 @@ def compiled_twin(model: PreTrainedModel) -> PreTrainedModel:
 def varying_numbers(model: PreTrainedModel) -> set[str]:
     """Names of integers that the decoder layers' modules hold and that differ between layers, such as their index.
 
-    As constants of the code, they would have it compiled for every layer.
+    As constants of the code, they would have it compiled for every layer; one that a module holds in a dict, list or
+    object of its own still does.
     """
     held: dict[tuple[str, str], int] = {}
     found = set()
@@ -120,7 +124,7 @@ class CompiledSteps:
         # A first forward of as many tokens as a layer is wide would be taken for the only one there is.
         unequal = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
         try:
-            with torch._dynamo.config.patch(settings), varying, unequal:
+            with _one_forward, torch._dynamo.config.patch(settings), varying, unequal:
                 return forward(self._twin)
         except torch.OutOfMemoryError:
             raise

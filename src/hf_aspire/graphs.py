@@ -148,7 +148,7 @@ class Graphs:
     def _capture(self, shape: Shape, forward: Callable[[], Tensor]) -> _Captured | None:
         graph = torch.cuda.CUDAGraph()
         pool = next((entry.graph.pool() for entry in self._captured.values()), None)
-        torch.cuda.synchronize()
+        raised: BaseException | None = None
         try:
             # A capture that fails leaves its own stream as the current one; the outer block puts the caller's back.
             with (
@@ -156,11 +156,18 @@ class Graphs:
                 torch.cuda.stream(torch.cuda.current_stream()),
                 torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
             ):
-                logits = forward()
+                try:
+                    logits = forward()
+                except BaseException as error:
+                    raised = error  # ending a capture in its middle may raise another one in its place
+                    raise
         except Exception as error:
+            reason = raised or error
+            if not isinstance(reason, Exception):
+                raise reason from None
             self.enabled = False
             warnings.warn(
-                f"hf_aspire runs without CUDA graphs: capturing a forward failed, {type(error).__name__}: {error}",
+                f"hf_aspire runs without CUDA graphs: capturing a forward failed, {type(reason).__name__}: {reason}",
                 RuntimeWarning,
                 stacklevel=2,
             )

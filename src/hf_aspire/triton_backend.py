@@ -191,7 +191,7 @@ class TritonBackend:
             combine(view.partials, view.rows, view.merges, output, self._group, tables.tile, raw is not None)
         if raw is not None and view.scored_rows is not None and tables.scores is not None:
             scores = tables.scores[layer if self._policy.lists > 1 else 0]
-            with self.sides.fork():  # only the lists of the next step wait for it
+            with self.sides.fork():  # beside the layer's output product
                 lse, by_maximum = view.partials.row_lse, self._policy.by_maximum
                 reduce_scores(raw, lse, view.rows, view.scored_rows, scores, 1, by_maximum)
         return output
