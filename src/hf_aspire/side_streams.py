@@ -37,8 +37,10 @@ class SideStreams:
     def join(self) -> None:
         """What follows on the current stream waits for all forks."""
         forked, self._forked = self._forked, []
-        if _capturing():  # else they are of a capture that failed
-            for stream in forked:
+        for stream in forked:
+            with torch.cuda.stream(stream):
+                captured = _capturing()
+            if captured:  # else it was forked in a capture that failed
                 torch.cuda.current_stream().wait_stream(stream)
 
 
