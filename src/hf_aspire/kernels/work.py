@@ -48,15 +48,15 @@ MERGE_COLUMNS = 4
 
 
 # Costs in tokens that a program reads in the same time while all slots are taken: about 32 per microsecond with two
-# programs on each of the 132 multiprocessors of an H200. Fitted there to 45 cuts of mixed steps and full rows of 8k to
-# 96k tokens, 2026-11-29: 2.5 % from what was measured on average, 9 % at most.
+# programs on each of the 132 multiprocessors of an H200. Fitted there to 41 cuts of mixed steps and full rows of 8k to
+# 96k tokens, 2026-11-29: 2.6 % from what was measured on average, 11 % at most, up to a factor for every mixture.
 _ITEM_COST = 96  # start of a program until its pipeline is full
 _MERGE_COST = 96  # the launch that merges pieces
 _PIECE_COST = 4  # its time per piece
 # Programs share the memory's bandwidth: with a share of the slots taken they read faster by share ** -_FASTER.
 _FASTER = 0.7
 _FASTEST = 2.0
-_CUTS = (2.0, 1.5, 1.33, 1.2, 1.05, 0.75, 0.6, 0.45, 0.33, 0.25)
+_CUTS = (2.0, 1.5, 1.33, 1.2, 1.05, 1.0, 0.75, 0.6, 0.45, 0.33, 0.25)
 """Sizes of a piece that are tried, in shares of a slot."""
 _MOST_ITEMS = 8  # pieces per slot beyond which nothing is gained
 
