@@ -18,6 +18,7 @@ if importlib.util.find_spec("triton") is None:
         "many_calls",
         "mixed_attention",
         "parallel_products",
+        "side_streams",
         "pipeline",
         "select",
         "store_kv",

@@ -30,10 +30,16 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
     return found
 
 
-def test_layers_compile_together_and_the_text_stays_plains(
-    counter: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch, device: torch.device
-) -> None:
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Triton kernels, on a CPU too."""
     monkeypatch.setattr("hf_aspire.session.choose_backend", lambda config, layers: BackendChoice("triton", ""))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_layers_compile_together_and_the_text_stays_plains(
+    counter: CompileCounterWithBackend, device: torch.device
+) -> None:
     model = tiny_llama(num_hidden_layers=4).float().to(device)
     batch = {name: tensor.to(device) for name, tensor in ragged((40, 33)).items()}
     config = AspireConfig(
@@ -45,11 +51,9 @@ def test_layers_compile_together_and_the_text_stays_plains(
     assert all(module._compiled_call_impl is None for module in model.modules())
 
 
-def test_steps_that_the_host_leads_are_compiled_too(
-    counter: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch, device: torch.device
-) -> None:
+@pytest.mark.usefixtures("kernels")
+def test_steps_that_the_host_leads_are_compiled_too(counter: CompileCounterWithBackend, device: torch.device) -> None:
     """Those of policies and processors that no graph serves; prompts are not."""
-    monkeypatch.setattr("hf_aspire.session.choose_backend", lambda config, layers: BackendChoice("triton", ""))
     model = tiny_llama(num_hidden_layers=4).float().to(device)
     batch = {name: tensor.to(device) for name, tensor in ragged((40, 24)).items()}
     config = AspireConfig(
@@ -78,11 +82,11 @@ def test_sizes_that_happen_to_be_equal_are_not_taken_for_the_same(counter: Compi
     assert 1 <= counter.frame_count <= 2
 
 
+@pytest.mark.usefixtures("kernels")
 def test_layers_that_do_not_compile_run_as_they_are(
     counter: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     """The call was not told to compile, perhaps: it must not fail, now or the next time."""
-    monkeypatch.setattr("hf_aspire.session.choose_backend", lambda config, layers: BackendChoice("triton", ""))
     monkeypatch.setattr(CompileCounterWithBackend, "__call__", lambda self, *arguments: 1 / 0)
     model = tiny_llama(num_hidden_layers=1).float().to(device)
     batch = {name: tensor.to(device) for name, tensor in ragged((20,)).items()}

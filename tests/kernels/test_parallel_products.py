@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import cast
 
@@ -86,48 +84,3 @@ def test_side_by_side_in_a_graph_they_wait_for_what_they_read_and_are_waited_for
             source.normal_(generator=draw)
             graph.replay()
             assert torch.equal(result, forward())
-
-
-def test_forks_outside_a_capture_run_in_place() -> None:
-    sides = SideStreams()
-    order = []
-    with sides.fork(0):
-        order.append("forked")
-    order.append("behind")
-    sides.join()
-    assert order == ["forked", "behind"]
-
-
-def test_forks_of_a_capture_that_failed_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later capture must not wait for a stream that is no part of it: CUDA would end it."""
-    capturing: set[object] = set()
-    current, waited = ["main"], []
-
-    class Stream(str):
-        def wait_stream(self, other: str) -> None:
-            waited.append((str(self), str(other)))
-            if other in capturing:  # a stream that waits for a captured one is captured, too
-                capturing.add(self)
-
-    @contextmanager
-    def on(stream: str) -> Iterator[None]:
-        current.append(stream)
-        yield
-        current.pop()
-
-    monkeypatch.setattr("hf_aspire.side_streams._side_stream", lambda device, index: Stream(f"side {index}"))
-    monkeypatch.setattr("hf_aspire.side_streams._capturing", lambda: current[-1] in capturing)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(current[-1]))
-    monkeypatch.setattr(torch.cuda, "stream", on)
-    sides = SideStreams()
-    capturing.add("main")
-    with sides.fork(1):
-        pass
-    capturing.clear()  # the capture failed before the join
-    waited.clear()
-    capturing.add("main")
-    with sides.fork(0):
-        pass
-    sides.join()
-    assert waited == [("side 0", "main"), ("main", "side 0")]
