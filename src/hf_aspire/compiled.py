@@ -43,7 +43,7 @@ def compile_obstacle(model: PreTrainedModel) -> str | None:
     if not any(isinstance(module, GradientCheckpointingLayer) for module in model.modules()):
         return f"{type(model).__name__} has no decoder layers that Transformers marks as such"
     if torch.__version__ < (2, 8):  # type: ignore[operator]
-        return f"torch {torch.__version__} would compile every layer for itself"
+        return f"torch {torch.__version__} would compile every layer for itself, which 2.8 and later do not"
     return replay_obstacle(model)
 
 
