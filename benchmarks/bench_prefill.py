@@ -1,4 +1,4 @@
-"""Times reading prompts: our calls with and without flash attention for their bulk, and plain generate.
+"""Times reading prompts: our calls with and without a library for their bulk, and plain generate.
 
     python benchmarks/bench_prefill.py --shape llama-3.1-8b --cases 4x8192,1x32768 --output results/prefill.json
 
@@ -33,7 +33,7 @@ from hf_aspire.roofline import device_rates
 
 REPEATS = 3
 WARM_UP = 600
-"""Prompt tokens of the call that compiles kernels: enough for a bulk, and little to read."""
+"""Prompt tokens of the call that compiles our kernels; too few for a bulk, so the first timed call plans those."""
 Generate = Callable[[PreTrainedModel, torch.Tensor], Any]
 
 
@@ -54,7 +54,7 @@ def kernel(model: PreTrainedModel, ids: torch.Tensor) -> None:
         bulks(model, ids)
 
 
-WAYS: dict[str, Generate] = {"plain": plain, "flash bulk": bulks, "triton only": kernel}
+WAYS: dict[str, Generate] = {"plain": plain, "library bulk": bulks, "triton only": kernel}
 
 
 def seconds(generate: Generate, model: PreTrainedModel, ids: torch.Tensor) -> list[float]:

@@ -7,7 +7,7 @@ import torch
 from kit import POLICIES, Batch, aspire, plain, ragged, small, wrong_drafts
 from transformers import LlamaForCausalLM
 
-from hf_aspire.request import RowKind
+from hf_aspire.request import BOOTSTRAP, RowKind
 from hf_aspire.testing import forced_drafts
 
 
@@ -72,5 +72,9 @@ def test_prompts_read_in_chunks_give_plains_tokens(
     kinds = [[row.kind for row in step.rows] for step in output.stats.timeline]
     queries = [sum(row.queries for row in step.rows if row.kind is RowKind.PREFILL) for step in output.stats.timeline]
     assert max(queries) <= chunk and sum(queries) == 199
+    for request in range(4):
+        rows = [row for step in output.stats.timeline for row in step.rows if row.request == request]
+        *full, before, _ = [0, chunk, *(row.queries for row in rows if row.kind is RowKind.PREFILL)]
+        assert set(full) <= {0, chunk} and before in (chunk, chunk - BOOTSTRAP)
     assert any({RowKind.PREFILL, RowKind.DRAFT} <= set(step) for step in kinds)
     assert any({RowKind.PREFILL, RowKind.VERIFY} <= set(step) for step in kinds) or chunk == 37

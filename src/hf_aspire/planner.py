@@ -12,7 +12,7 @@ from .pages import PageAllocator
 from .request import BOOTSTRAP, Request, Row, RowKind
 from .scheduler import Candidate, Schedule
 
-PREFILL_TOKENS = 4096
+PREFILL_TOKENS = 8192
 """Prompt tokens per step: enough to fill any device's matrix units, few enough to bound activation memory."""
 
 
@@ -189,15 +189,16 @@ class Planner:
         request.pages = []
 
     def _prefill_rows(self) -> list[Row]:
+        """Chunks of prompts, none cut to fill a step: those of all long prompts have the same few shapes."""
         rows: list[Row] = []
         room = PREFILL_TOKENS
         for request in self.prefilling:
             left = request.fed - request.prefilled
-            queries = min(left, room)
+            queries = min(left, PREFILL_TOKENS)
+            if queries > room:
+                break
             if 0 < left - queries < BOOTSTRAP < queries:
                 queries -= BOOTSTRAP
-            if queries < 1:
-                break
             wanted = self._drafts and request.limit > 1 and self._contexts.wants_scores(request.kept + 1)
             rows.append(Row.prefill(request, queries, wanted))
             room -= queries

@@ -1,7 +1,7 @@
 """The Triton kernels as a backend.
 
 Every layer is a store, one attention launch and, where pieces or scores ask for them, a combine and a score launch.
-Long prompt chunks are read by flash attention, all but their last queries (see `prompt_attention`).
+Long prompt chunks are read by a library's attention, all but their last queries (see `prompt_attention`).
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class TritonBackend:
         )
         for bulk in tables.bulks:
             states = (query, key, value)
-            output[bulk.tokens] = prompt_attention.attend(bulk, states, keys, values, cache.page_table, scaling)
+            prompt_attention.attend(bulk, states, keys, values, cache.page_table, scaling, output)
         if view.merges is not None:
             combine(view.partials, view.rows, view.merges, output, self._group, tables.tile, raw is not None)
         if raw is not None and view.scored_rows is not None and tables.scores is not None:
