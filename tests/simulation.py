@@ -62,10 +62,12 @@ def simulate(
     context: int = 30_000,
     limit: int = 15,
     fit: CostModel | None = None,
+    full_rows: float = 0.0,
 ) -> Run:
     """Runs a batch whose request i at step t has its drafts accepted with probability `alphas(t)[i]`.
 
-    `cost` is what steps take; `fit`, if given, is shown every step with 5 % noise.
+    `cost` is what steps take, and `full_rows` what those take longer that hold any full row; `fit`, if given, is shown
+    every step with 5 % noise.
     """
     rng = random.Random(0)
     batch = len(alphas(0))
@@ -88,7 +90,8 @@ def simulate(
                 rounds[i] += drafted[i] > 0
                 drafted[i] = 0
         run.kinds.append(kinds)
-        run.seconds += cost.seconds(tokens, read)
+        seconds = cost.seconds(tokens, read) + full_rows * any(kind in (VERIFY, DECODE) for kind in kinds)
+        run.seconds += seconds
         if fit is not None:
-            fit.observe(tokens, read, cost.seconds(tokens, read) * math.exp(rng.gauss(0, 0.05)))
+            fit.observe(tokens, read, seconds * math.exp(rng.gauss(0, 0.05)))
     return run

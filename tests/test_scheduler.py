@@ -11,7 +11,7 @@ from simulation import DECODE, DRAFT, GPU, VERIFY, at_known_acceptance, candidat
 
 from hf_aspire.config import SCHEDULES, AspireConfig
 from hf_aspire.cost_model import CostModel, StepCost
-from hf_aspire.scheduler import LEAST_GAIN, Schedule, best_draft_length, make_schedule
+from hf_aspire.scheduler import LEAST_GAIN, Candidate, Schedule, best_draft_length, make_schedule
 
 # ---- the rule
 
@@ -218,23 +218,60 @@ def test_with_a_wrong_prior_never_slower_and_near_the_best(device: tuple[float, 
 # ---- Aspire's decisions one by one
 
 
-def test_verifies_at_the_best_length_or_the_limit() -> None:
-    schedule = make("aspire")
-    best = best_draft_length(0.9, 4, 30_000, 0.07 * 30_000, 15, CostModel(StepCost(*GPU), fixed=True))
-    assert best >= 3
-    kinds = schedule.decide([candidate(0, 0), candidate(1, best - 1), candidate(2, best), candidate(3, 2, limit=2)])
-    assert kinds == [DRAFT, DRAFT, VERIFY, VERIFY]
+LONG = 200_000
+
+
+def best_length(context: int) -> int:
+    return best_draft_length(0.9, 4, context, 0.07 * context, 15, CostModel(StepCost(*GPU), fixed=True))
+
+
+def of_drafts(*drafted: int) -> list[Candidate]:
+    return [candidate(i, count, context=LONG) for i, count in enumerate(drafted)]
+
+
+def test_a_row_waits_for_others_to_verify_with_up_to_a_third_beyond_its_best_length() -> None:
+    schedule, best = make("aspire"), best_length(LONG)
+    latest = best + best // 3
+    assert best >= 6
+    assert schedule.decide(of_drafts(0, best, latest - 1, 3)) == [DRAFT] * 4
+    assert schedule.decide(of_drafts(0, best, latest, 1)) == [DRAFT, VERIFY, VERIFY, DRAFT]
+
+
+def test_rows_from_half_of_their_best_length_on_verify_along() -> None:
+    schedule, best = make("aspire"), best_length(LONG)
+    half = best - best // 2
+    ends_here = candidate(3, 2, limit=2)
+    assert schedule.decide([*of_drafts(half, half - 1, 0), ends_here]) == [VERIFY, DRAFT, DRAFT, VERIFY]
+
+
+def test_beside_a_row_that_decodes_every_row_verifies_at_its_best_length() -> None:
+    schedule, best = make("aspire"), best_length(LONG)
+    decodes = candidate(3, 0, context=200)
+    assert schedule.decide([*of_drafts(0, best - 1, best), decodes]) == [DRAFT, DRAFT, VERIFY, DECODE]
     assert schedule.decide([candidate(0, limit=0)] * 4) == [DECODE] * 4
 
 
 def test_the_first_round_drafts_at_least_the_initial_draft() -> None:
     schedule = make("aspire", initial_draft=9)
-    best = best_draft_length(0.9, 4, 30_000, 0.07 * 30_000, 15, CostModel(StepCost(*GPU), fixed=True))
-    assert best < 8
+    assert best_length(30_000) < 8
     kinds = schedule.decide(
-        [candidate(0, 8, rounds=0), candidate(1, 9, rounds=0), candidate(2, 8, rounds=1), candidate(3, 5, 5, rounds=0)]
+        [candidate(0, 8, rounds=0), candidate(1, 12, rounds=0), candidate(2, 8), candidate(3, 5, 5, rounds=0)]
     )
     assert kinds == [DRAFT, VERIFY, VERIFY, VERIFY]
+
+
+@pytest.mark.parametrize("alpha", [0.8, 0.9, 0.975])
+def test_steps_without_full_rows_are_used(alpha: float) -> None:
+    """What any full row costs is paid in a minority of steps, and lockstep at any one length gains nothing on it."""
+    cost, fit = CostModel(StepCost(5e-3, 1e-5, 3e-8), fixed=True), CostModel(StepCost(4e-3, 5e-6, 3e-8))
+    schedules = [make_schedule(AspireConfig(), fit), *(make("fixed", draft_length=n) for n in (3, 5, 8, 12))]
+    runs = [
+        simulate(schedule, lambda step: [alpha] * 27, 600, cost, fit=fit, full_rows=1e-3) for schedule in schedules
+    ]
+    full = sum(VERIFY in kinds for kinds in runs[0].kinds[100:])
+    assert full < 0.5 * len(runs[0].kinds[100:])
+    rates = [run.tokens / run.seconds for run in runs]
+    assert rates[0] > 0.97 * max(rates[1:])
 
 
 def test_where_drafting_does_not_pay_a_draft_is_verified_at_once() -> None:
@@ -248,7 +285,7 @@ def test_each_request_follows_its_own_acceptance() -> None:
     for _ in range(20):
         schedule.observe(0, 5, 0)
         schedule.observe(1, 5, 5)
-    assert schedule.decide([candidate(0, 2), candidate(1, 2)]) == [VERIFY, DRAFT]
+    assert schedule.decide([candidate(0, 1), candidate(1, 1)]) == [VERIFY, DRAFT]
 
 
 # ---- the others
