@@ -1,11 +1,14 @@
 """Tokens per second of whole calls: plain generate, our autoregressive schedule, fixed drafts and aspire.
 
     python benchmarks/bench_generate.py --shape llama-3.1-8b --context 32768 --batch fit --output results/generate.json
+    python benchmarks/bench_generate.py --model HuggingFaceTB/SmolLM2-135M-Instruct --context 7168 --batch 64
 
-The weights are random, so a draft's acceptance means nothing: it is *replayed* from the profiles named in the table.
-Contexts are random keys and values (prompts are not read). Every call runs twice, and the second one counts: the first
-compiles and captures. Tokens per second are those behind the prompts until the first row ends: short benchmarks would
-otherwise measure how unevenly rows of a batch end.
+A shape has random weights, so a draft's acceptance means nothing: it is *replayed* from the profiles named in the
+table, and contexts are random keys and values (prompts are not read). A model reads stretches of a real text, which
+overlap where it is short, and samples at temperature 0.8; its acceptance is its own. Every call runs three times, and
+the last one counts: the first compiles, and mixtures of rows are captured as graphs when they come a second time.
+Tokens per second are those behind the prompts until the first row ends: short benchmarks would otherwise measure how
+unevenly rows of a batch end.
 
 The ideal is what the best draft length would give if every step cost what a least-squares fit of all measured steps
 says: seconds = a + b query tokens + c KV tokens read. With g drafts per round, one of g + 1 rows verifies in a step.
@@ -16,6 +19,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,6 +37,8 @@ from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, Stoppi
 import hf_aspire
 from hf_aspire import AspireConfig
 from hf_aspire.capacity import free_memory
+from hf_aspire.commands.documents import long_text
+from hf_aspire.commands.models import LoadedModel, load_model
 from hf_aspire.request import RowKind
 from hf_aspire.testing import random_context, replay_acceptance
 
@@ -40,6 +46,10 @@ MOST = 15
 PROFILES = {
     ".975": [0.975] * MOST,
     ".95 to .85": np.linspace(0.95, 0.85, MOST + 1).tolist(),
+}
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "fixed 8": {"schedule": "fixed", "draft_length": 8},
+    "aspire": {"schedule": "aspire"},
 }
 COMMON: dict[str, Any] = {"compile": True, "cuda_graphs": True, "max_draft": MOST, "seed": 0}
 
@@ -52,12 +62,14 @@ class Measured:
         rate: Tokens per second until the first row ends.
         call_rate: Tokens per second behind the prompts.
         drafts: Mean drafts of a round that holds any.
+        kept: Share of them that was accepted.
         steps: (query tokens, KV tokens read, seconds) of its steps without prompts.
     """
 
     rate: float
     call_rate: float
     drafts: float
+    kept: float
     steps: list[tuple[int, float, float]]
 
     def entry(self, what: str) -> dict[str, Any]:
@@ -67,35 +79,79 @@ class Measured:
             "tokens_per_second": self.rate,
             "tokens_per_second_of_the_call": self.call_rate,
             "mean_drafts": self.drafts,
+            "kept": self.kept,
         }
 
 
-def ours(
-    model: PreTrainedModel, ids: torch.Tensor, new: int, profile: list[float], fields: dict[str, Any]
-) -> Measured:
-    """The second of two equal calls."""
-    for _ in range(2):
+@dataclass(frozen=True)
+class Case:
+    """What is generated.
+
+    Attributes:
+        model: The model.
+        ids: `[batch, context]`.
+        sampling: How plain and ours choose tokens.
+        replayed: Whether contexts are random and acceptance is replayed.
+    """
+
+    model: PreTrainedModel
+    ids: torch.Tensor
+    sampling: dict[str, Any]
+    replayed: bool
+
+    @classmethod
+    def of_shape(cls, model: PreTrainedModel, batch: int, context: int) -> Case:
+        """Random tokens for random weights."""
+        return cls(model, prompts(batch, context, model.config.vocab_size), {"do_sample": False}, True)
+
+    @classmethod
+    def of_text(cls, loaded: LoadedModel, batch: int, context: int) -> Case:
+        """Evenly spaced stretches of a real text."""
+        ids = torch.tensor(loaded.tokenizer(long_text(), verbose=False)["input_ids"])
+        if len(ids) < context:
+            raise typer.BadParameter(f"got {context}, expected at most the text's {len(ids)}", param_hint="--context")
+        starts = np.linspace(0, len(ids) - context, batch).astype(int)
+        rows = torch.stack([ids[start : start + context] for start in starts]).to(loaded.model.device)
+        return cls(loaded.model, rows, {"do_sample": True, "temperature": 0.8, "top_k": 0}, False)
+
+    def generate(self, new: int, profile: list[float], fields: dict[str, Any]) -> Any:
+        """The statistics of one of our calls."""
         collected: list[Any] = []
         config = AspireConfig(on_stats=collected.append, **COMMON, **fields)
-        with random_context(), replay_acceptance(profile):
-            hf_aspire.generate(model, ids, max_new_tokens=new, do_sample=False, aspire_config=config)
-    (stats,) = collected
+        with ExitStack() as stack:
+            if self.replayed:
+                stack.enter_context(random_context())
+                stack.enter_context(replay_acceptance(profile))
+            hf_aspire.generate(self.model, self.ids, max_new_tokens=new, aspire_config=config, **self.sampling)
+        return collected[0]
+
+
+def ours(case: Case, new: int, profile: list[float], fields: dict[str, Any]) -> Measured:
+    """The last of three equal calls."""
+    for _ in range(3):
+        stats = case.generate(new, profile, fields)
+    ids, config = case.ids, AspireConfig(**COMMON)
     length, steps = ids.shape[1], []
-    committed, seconds, left = 0, 0.0, dict.fromkeys(range(len(ids)), new - 1)
+    committed, seconds, left = 0, 0.0, dict.fromkeys(range(len(ids)), new)
     for step in stats.timeline:
-        full = [row.queries for row in step.rows if row.kind in (RowKind.DECODE, RowKind.VERIFY)]
-        drafts = sum(row.kind is RowKind.DRAFT for row in step.rows)
-        if full or drafts:
-            read = len(full) * length + drafts * config.budget(length)
-            steps.append((sum(full) + drafts, float(read), step.end - step.start))
+        kinds = [row.kind for row in step.rows]
+        if RowKind.PREFILL not in kinds:
+            drafts = kinds.count(RowKind.DRAFT)
+            read = (len(kinds) - drafts) * length + drafts * config.budget(length)
+            steps.append((sum(row.queries for row in step.rows), float(read), step.end - step.start))
             if min(left.values()) > 0:
                 seconds += step.end - step.start
                 committed += sum(row.committed for row in step.rows)
-                for row in step.rows:
-                    left[row.request] -= row.committed
-    rounds = [drafted for row in stats.rounds for drafted, _ in row if drafted]
+        for row in step.rows:
+            left[row.request] -= row.committed
+    rounds = [counts for row in stats.rounds for counts in row if counts[0]]
+    drafted, accepted = np.array(rounds or [(0, 0)]).T
     return Measured(
-        committed / seconds, stats.decode_tokens_per_second, statistics.mean(rounds) if rounds else 0.0, steps
+        committed / seconds,
+        stats.decode_tokens_per_second,
+        float(drafted.mean()),
+        float(accepted.sum() / max(1, drafted.sum())),
+        steps,
     )
 
 
@@ -112,23 +168,24 @@ class Clock(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def plain(model: PreTrainedModel, ids: torch.Tensor, new: int) -> float:
-    """Tokens per second of plain generate, from its median step over a cache of random keys and values."""
-    config, clock, cache = model.config, Clock(), DynamicCache(config=model.config)
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shape = (len(ids), config.num_key_value_heads, ids.shape[1] - 1, size)
-    for layer in range(config.num_hidden_layers):
-        states = (torch.randn(shape, dtype=model.dtype, device="cuda") for _ in range(2))
-        cache.update(*states, layer)
-    criteria = StoppingCriteriaList([clock])
-    mask = torch.ones_like(ids)
+def plain(case: Case, new: int) -> float:
+    """Tokens per second of plain generate, from its median step; over a random cache where prompts are not read."""
+    model, ids, clock, context = case.model, case.ids, Clock(), dict[str, Any]()
+    if case.replayed:
+        config = model.config
+        cache = context["past_key_values"] = DynamicCache(config=config)
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = (len(ids), config.num_key_value_heads, ids.shape[1] - 1, size)
+        for layer in range(config.num_hidden_layers):
+            states = (torch.randn(shape, dtype=model.dtype, device="cuda") for _ in range(2))
+            cache.update(*states, layer)
     model.generate(
         ids,
-        attention_mask=mask,
-        past_key_values=cache,
+        attention_mask=torch.ones_like(ids),
         max_new_tokens=new,
-        do_sample=False,
-        stopping_criteria=criteria,
+        stopping_criteria=StoppingCriteriaList([clock]),
+        **case.sampling,
+        **context,
     )
     return len(ids) / statistics.median(np.diff(clock.times))
 
@@ -153,51 +210,77 @@ def ideal_rate(
     return max(rates), rates.index(max(rates))
 
 
+def compare(
+    case: Case, new: int, profiles: list[str], schedules: list[str], plain_tokens: int
+) -> list[dict[str, Any]]:
+    """Every way to generate a case; the first of ours is plain decoding."""
+    results: list[dict[str, Any]] = []
+    if plain_tokens:
+        results.append({"what": "plain generate", "tokens_per_second": plain(case, plain_tokens)})
+        torch.cuda.empty_cache()
+    base = ours(case, new // 2, [1.0], {"schedule": "autoregressive"})
+    results.append(base.entry("autoregressive"))
+    batch, length = case.ids.shape
+    for name in profiles if case.replayed else ["its own"]:
+        profile = PROFILES.get(name, [1.0])
+        measured = {schedule: ours(case, new, profile, SCHEDULES[schedule]) for schedule in schedules}
+        bound: dict[str, Any] = {}
+        if case.replayed:
+            steps = [step for run in (base, *measured.values()) for step in run.steps]
+            ideal, drafts = ideal_rate(steps, batch, length, AspireConfig().budget(length), profile)
+            bound = {"ideal": ideal, "ideal_drafts": drafts}
+        results += [run.entry(f"{schedule}, {name}") | bound for schedule, run in measured.items()]
+    return results
+
+
+def table_of(results: list[dict[str, Any]], title: str) -> Table:
+    """The results against our plain decoding."""
+    base = next(entry["tokens_per_second"] for entry in results if entry["what"] == "autoregressive")
+    heads = ("schedule", "tokens/s", "x autoregressive", "drafts", "kept", "ideal x", "at", "of ideal")
+    table = Table(*heads, title=title)
+    for entry in results:
+        rate = entry["tokens_per_second"]
+        cells = [entry["what"], f"{rate:.0f}", f"{rate / base:.2f}"]
+        cells += [f"{entry['mean_drafts']:.1f}", f"{entry['kept']:.0%}"] if entry.get("mean_drafts") else ["", ""]
+        if "ideal" in entry:
+            cells += [f"{entry['ideal'] / base:.2f}", str(entry["ideal_drafts"]), f"{rate / entry['ideal']:.0%}"]
+        table.add_row(*cells)
+    return table
+
+
 def main(
     shape: str = "llama-3.1-8b",
-    context: int = 32768,
+    model: Annotated[
+        str | None, typer.Option(help="Hub name or directory of a real model, instead of a shape.")
+    ] = None,
+    gguf: Annotated[str | None, typer.Option(help="GGUF file within --model.")] = None,
+    context: Annotated[list[int], typer.Option(help="Prompt tokens; repeat it.")] = [32768],  # noqa: B006
     batch: Annotated[str, typer.Option(help="A number, or 'fit': as many as memory holds.")] = "fit",
     new: int = 256,
+    schedule: Annotated[list[str], typer.Option(help="Of ours, beside plain decoding; repeat it.")] = [*SCHEDULES],  # noqa: B006
     profiles: Annotated[str, typer.Option(help="Profiles, separated by commas; '' for none.")] = ",".join(PROFILES),
     plain_tokens: Annotated[int, typer.Option(help="New tokens of plain generate; 0 leaves it out.")] = 0,
     output: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
-    """Measures one shape, context and batch."""
+    """Measures one model at every context."""
     torch.manual_seed(0)
-    model = random_model(shape)
-    room = 0.88 * free_memory(torch.device("cuda"))
-    rows = int(room / (kv_bytes(model) * (context + new + 32))) if batch == "fit" else int(batch)
-    ids = prompts(rows, context, model.config.vocab_size)
-    results: list[dict[str, Any]] = []
-    if plain_tokens:
-        results.append({"what": "plain generate", "tokens_per_second": plain(model, ids, plain_tokens)})
-        torch.cuda.empty_cache()
-    base = ours(model, ids, new // 2, [1.0], {"schedule": "autoregressive"})
-    results.append(base.entry("autoregressive"))
-    sparse = AspireConfig().budget(context)
-    for name in filter(None, profiles.split(",")):
-        profile = PROFILES[name]
-        fixed = ours(model, ids, new, profile, {"schedule": "fixed", "draft_length": 8})
-        aspire = ours(model, ids, new, profile, {"schedule": "aspire"})
-        ideal, drafts = ideal_rate(base.steps + fixed.steps + aspire.steps, rows, context, sparse, profile)
-        bound = {"ideal": ideal, "ideal_drafts": drafts}
-        results.append(fixed.entry(f"fixed 8, replayed {name}") | bound)
-        results.append(aspire.entry(f"aspire, replayed {name}") | bound)
-    heads = ("schedule", "tokens/s", "x autoregressive", "drafts", "ideal x", "at", "of ideal")
-    table = Table(*heads, title=f"{shape}, {rows} x {context}")
-    for entry in results:
-        cells = [entry["what"], f"{entry['tokens_per_second']:.0f}", f"{entry['tokens_per_second'] / base.rate:.2f}"]
-        if "ideal" in entry:
-            cells += [f"{entry['mean_drafts']:.1f}", f"{entry['ideal'] / base.rate:.2f}", str(entry["ideal_drafts"])]
-            cells.append(f"{entry['tokens_per_second'] / entry['ideal']:.0%}")
-        table.add_row(*cells)
-    Console(width=110).print(table)
+    loaded = load_model(model, gguf, "cuda", "bfloat16") if model or gguf else None
+    network = loaded.model if loaded else random_model(shape)
+    network.generation_config.eos_token_id = None
+    name, cases = loaded.name if loaded else shape, []
+    for length in context:
+        room = 0.88 * free_memory(torch.device("cuda"))
+        rows = int(room / (kv_bytes(network) * (length + new + 32))) if batch == "fit" else int(batch)
+        case = Case.of_text(loaded, rows, length) if loaded else Case.of_shape(network, rows, length)
+        results = compare(case, new, [each for each in profiles.split(",") if each], schedule, plain_tokens)
+        Console(width=110).print(table_of(results, f"{name}, {rows} x {length}"))
+        cases.append({"batch": rows, "context": length, "results": results})
+        hf_aspire.release(network)
     if output is not None:
         versions = {m.__name__: m.__version__ for m in (torch, triton, transformers)}
         record = {"device": torch.cuda.get_device_name(), "versions": versions, "sparsity": 0.07, "policy": "verify"}
-        what = {"shape": shape, "batch": rows, "context": context, "new_tokens": new}
-        text = json.dumps({**record, **what, "acceptance": "replayed", "results": results}, indent=1)
-        output.write_text(text + "\n")
+        what = {"model": name, "new_tokens": new, "acceptance": "the model's" if loaded else "replayed"}
+        output.write_text(json.dumps({**record, **what, "cases": cases}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
