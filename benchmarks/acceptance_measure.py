@@ -77,7 +77,8 @@ class Bench:
         self._policies: dict[str, ContextPolicy] = {}
         for variant in variants:
             config = setting.config(variant)
-            policy = self._policies.setdefault(variant.policy, ContextPolicy.of(config, len(facts.layers)))
+            by_token = dataclasses.replace(config, granularity=1)  # scores that every granularity can use
+            policy = self._policies.setdefault(variant.policy, ContextPolicy.of(by_token, len(facts.layers)))
             self._contexts[variant] = SparseContexts(config, policy, requests, tokens, device)
         self._runners = {
             name: Runner(model, self._cache, TorchBackend(self._cache, policy), facts.keeps_logits)

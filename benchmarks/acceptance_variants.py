@@ -89,17 +89,28 @@ class Measured:
     tokens_read: float
 
 
-def grid(budgets: Sequence[int], granularities: Sequence[int], verify_budgets: Sequence[int]) -> list[Variant]:
-    """Every policy at every granularity and budget, and the control. Equal policies and budgets stand side by side.
+POLICIES = ("verify", "hybrid", "refresh", "window")
 
+
+def grid(
+    budgets: Sequence[int],
+    granularities: Sequence[int],
+    verify_budgets: Sequence[int],
+    policies: Sequence[str] = POLICIES,
+) -> list[Variant]:
+    """Policies at every granularity and budget, and the control. Equal policies and budgets stand side by side.
+
+    `verify` is always there with single tokens: the others are compared with it.
     `verify_budgets` are further ones of `verify` with single tokens: a policy with a refresh layer reads more than its
     budget, and is to be compared with one that reads as much.
     """
     scored = [
         Variant(policy, granularity, budget)
-        for policy in ("verify", "hybrid", "refresh")
+        for policy in POLICIES
         for budget in budgets
-        for granularity in granularities
+        for granularity in (granularities if policy in policies else (1,))
+        if policy == "verify" or (policy in policies and policy != "window")
     ]
     further = [Variant("verify", 1, budget) for budget in verify_budgets if budget not in budgets]
-    return [*scored, *further, *(Variant("window", 0, budget) for budget in budgets), Variant(FULL, 0, 0)]
+    windows = [Variant("window", 0, budget) for budget in budgets if "window" in policies]
+    return [*scored, *further, *windows, Variant(FULL, 0, 0)]

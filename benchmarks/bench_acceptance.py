@@ -32,7 +32,7 @@ import typer
 from acceptance_measure import Bench, prepared
 from acceptance_report import draw, read_csv, rows, table, text_table, write_csv
 from acceptance_texts import texts
-from acceptance_variants import FULL, Measured, Setting, Variant, grid
+from acceptance_variants import FULL, POLICIES, Measured, Setting, Variant, grid
 
 import hf_aspire
 from hf_aspire.commands.models import LoadedModel, load_model
@@ -172,6 +172,7 @@ def main(
     verify_budget: Annotated[
         list[int], typer.Option(help="Further budgets of `verify` 1: what the others read with their refresh layer.")
     ] = [416, 672, 1152],  # noqa: B006
+    policy: Annotated[list[str], typer.Option(help="Policies beside `verify` 1; repeat it.")] = [*POLICIES],  # noqa: B006
     seed: Annotated[int, typer.Option(help="Of the drawn continuations.")] = 0,
     processes: Annotated[int, typer.Option(min=1, help="Texts measured at once.")] = 2,
     threads: Annotated[int, typer.Option(min=1, help="Of each process.")] = 1,
@@ -183,8 +184,12 @@ def main(
         known = texts()
         if unknown := sorted(set(text or ()) - known.keys()):
             raise typer.BadParameter(f"got {', '.join(unknown)}, expected {', '.join(known)}", param_hint="--text")
+        if strange := sorted(set(policy) - set(POLICIES)):
+            raise typer.BadParameter(
+                f"got {', '.join(strange)}, expected {', '.join(POLICIES)}", param_hint="--policy"
+            )
         setting = Setting(model_text=continuation is Continuation.model, seed=seed)
-        variants = tuple(grid(sorted(set(budget)), sorted({1, *granularity}), sorted(set(verify_budget))))
+        variants = tuple(grid(sorted(set(budget)), sorted({1, *granularity}), sorted(set(verify_budget)), policy))
         start = first if first is not None else tokens * 2 // 3
         jobs = [
             Job(name, words, model, gguf, threads, tokens, start, positions, variants, setting)

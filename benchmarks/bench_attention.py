@@ -21,7 +21,8 @@ import triton
 
 from hf_aspire.kernels import reference, work
 from hf_aspire.kernels.combine import combine, reduce_scores
-from hf_aspire.kernels.mixed_attention import Partials, mixed_attention, raw_scores_for
+from hf_aspire.kernels.mixed_attention import Partials, mixed_attention
+from hf_aspire.kernels.score_store import RawScores
 from hf_aspire.kernels.select import select
 from hf_aspire.kernels.store_kv import store_kv
 from hf_aspire.kernels.tiles import Tile, tile_for
@@ -117,7 +118,7 @@ class Case:
         table[:, work.ROW_SCORE_COUNT] = 0
         return table
 
-    def call(self, tile: Tile, unit: int = 0, by_maximum: bool = False, reduce: bool = True) -> Callable[[], None]:
+    def call(self, tile: Tile, unit: int = 0, reduce: bool = True) -> Callable[[], None]:
         """The launches of a layer as one function."""
         group = HEADS // KV_HEADS
         table = self.table if unit else self.without_scores()
@@ -130,7 +131,7 @@ class Case:
         if scored:
             longest = max(row.context for row in self.rows)
             wanted = max(len(row.scored) for row in self.rows)
-            raw = raw_scores_for(len(scored), wanted, longest, (HEADS, KV_HEADS), tile, DTYPE, DEVICE)
+            raw = RawScores.empty(len(scored), wanted, longest, (HEADS, KV_HEADS), tile.block_n, unit, DEVICE)
             self.scores = torch.empty(len(scored), -(-longest // unit), device=DEVICE)
             scored_rows = torch.tensor(scored, dtype=torch.int32, device=DEVICE)
         scaling = SIZE**-0.5
@@ -151,9 +152,9 @@ class Case:
                 tile,
             )
             if plan.used_merges:
-                combine(partials, rows, merges, self.output, group, tile, bool(scored))
+                combine(partials, rows, merges, self.output, group, tile, raw)
             if raw is not None and reduce:
-                reduce_scores(raw, partials.row_lse, rows, scored_rows, self.scores, unit, by_maximum)
+                reduce_scores(raw, partials.row_lse, rows, scored_rows, self.scores, unit)
 
         return layer
 
@@ -176,7 +177,7 @@ class Case:
             )
             worst = max(worst, _distance(self.output[begin : begin + count], expected))
             if unit and self.rows[index].scored:
-                chosen = reference.reduce_scores(weights[list(self.rows[index].scored)], unit, False)
+                chosen = reference.reduce_scores(weights[list(self.rows[index].scored)], unit)
                 worst = max(worst, _distance(self.scores[row[work.ROW_SCORE], : len(chosen)], chosen))
         return worst
 
@@ -260,10 +261,10 @@ def attention_bars(bandwidth: float) -> list[dict[str, object]]:
         share = case.bytes / time / bandwidth
         results.append(_entry(name, time, share=share, bar=bar, error=error, rate=case.bytes / time))
         if not name.startswith("drafts"):
-            for unit, by_maximum in ((1, False), (16, True)):
+            for unit in (1, 16):
                 error = case.check(tile, unit)
-                added = seconds(case.call(tile, unit, by_maximum)) / time - 1
-                in_pass = seconds(case.call(tile, unit, by_maximum, reduce=False)) / time - 1
+                added = seconds(case.call(tile, unit)) / time - 1
+                in_pass = seconds(case.call(tile, unit, reduce=False)) / time - 1
                 kind = "token" if unit == 1 else "page"
                 bar = 0.08 if unit == 1 else 0.05
                 label = f"  + {kind} scores, in the pass {in_pass:+.1%}"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_aspire import AspireConfig
@@ -34,6 +35,11 @@ def scores_of(lists: int, length: int, seed: int) -> Tensor:
     """Few distinct values, exact in float32, so that ties abound."""
     random = torch.Generator().manual_seed(seed)
     return torch.randint(0, 5, (lists, length), generator=random) / 8
+
+
+def by_unit(policy: ContextPolicy, scores: Tensor) -> Tensor:
+    """Token scores as those of the policy's units, the last one incomplete, as backends make them."""
+    return F.pad(scores, (0, -scores.shape[-1] % policy.unit)).unflatten(-1, (-1, policy.unit)).sum(-1)
 
 
 def contexts_of(config: AspireConfig, requests: int = 1) -> SparseContexts:

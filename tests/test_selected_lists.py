@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from contexts import LAYERS, contexts_of, lists_of, prompt_row, request_of, scores_of
+from contexts import LAYERS, by_unit, contexts_of, lists_of, prompt_row, request_of, scores_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -82,7 +82,7 @@ def test_a_list_is_the_best_scored_units_and_everything_behind_the_tail(context:
     for round_ in range(3):
         if contexts.wants_scores(row.context + 1):  # the longest context that the next draft may start from
             scores = scores_of(lists, row.context, seed=10 * scored + round_)
-            contexts.renew(row, request, scores)
+            contexts.renew(row, request, by_unit(contexts.policy, scores))
         assert contexts.ready(request)
         drafted = data.draw(st.integers(0, config.max_draft))
         for _ in range(drafted + 1):
@@ -111,12 +111,12 @@ def test_refresh_renews_its_list_at_every_draft(data: st.DataObject) -> None:
     config = data.draw(configs("refresh"))
     unit, contexts = int(config.granularity), contexts_of(config)
     request = request_of(data.draw(st.integers(60, 200)))
-    contexts.renew(prompt_row(request.length), request, scores_of(1, request.length, 0))
+    contexts.renew(prompt_row(request.length), request, by_unit(contexts.policy, scores_of(1, request.length, 0)))
     for depth in range(config.max_draft - 1):
         row = Row.draft(request, scored=True)
         request.drafts.append(5)
         scores = scores_of(1, row.context, depth)
-        contexts.renew(row, request, scores)
+        contexts.renew(row, request, by_unit(contexts.policy, scores))
         (listed,) = lists_of(contexts, [request])[0]
         tail, count = cut(config, unit, row.context)
         check_shape(config, row.context, row.context + 1, listed)
@@ -132,13 +132,13 @@ def test_hybrid_renews_a_share_of_every_layers_list_at_every_draft(data: st.Data
     request = request_of(data.draw(st.integers(60, 200)))
     scored = request.length
     own = scores_of(LAYERS, scored, 0)
-    contexts.renew(prompt_row(scored), request, own)
+    contexts.renew(prompt_row(scored), request, by_unit(contexts.policy, own))
     tail, count = cut(config, unit, scored)
     for depth in range(config.max_draft - 1):
         row = Row.draft(request, scored=True)
         request.drafts.append(5)
         late = scores_of(1, row.context, depth)
-        contexts.renew(row, request, late)
+        contexts.renew(row, request, by_unit(contexts.policy, late))
         for index, listed in enumerate(lists_of(contexts, [request])[0]):
             check_shape(config, scored, row.context + 1, listed)
             base = best(own[index].tolist(), unit, tail, count - int(count * RENEWED))

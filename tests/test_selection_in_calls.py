@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from contexts import LAYERS
 from kit import POLICIES, Scripted, aspire, plain, ragged, right_drafts, small, tiny_llama
 from torch import Tensor
@@ -41,12 +42,13 @@ def test_a_row_back_from_plain_decoding_drafts_one_step_later(
     assert kinds[:8] == ["PREFILL", *["DECODE"] * 5, "DRAFT", "DRAFT"]
 
 
+@pytest.mark.parametrize("unit", [1, 4])
 @pytest.mark.parametrize("context", ["refresh", "verify", "hybrid"])
 def test_scores_are_the_attention_weights_of_the_last_prompt_queries_and_of_a_rounds_first_and_last(
-    monkeypatch: pytest.MonkeyPatch, context: str
+    monkeypatch: pytest.MonkeyPatch, context: str, unit: int
 ) -> None:
     model = tiny_llama(attn_implementation="eager")
-    config = small(context=context, schedule="fsm", refresh_layer=1, sparsity=0.05)
+    config = small(context=context, granularity=unit, schedule="fsm", refresh_layer=1, sparsity=0.05)
     seen: list[tuple[Row, Tensor]] = []
     renew = SparseContexts.renew
 
@@ -68,8 +70,9 @@ def test_scores_are_the_attention_weights_of_the_last_prompt_queries_and_of_a_ro
         for row, scores in seen:
             queries = [*range(length - 8, length)] if row is seen[0][0] else [row.start, row.context - 1]
             weights = attention[:, :, queries, : row.context]
-            expected = weights.amax(1)[1:2] if context == "refresh" else weights.mean(1)
-            torch.testing.assert_close(scores, expected.mean(1), rtol=1e-5, atol=1e-6)
+            expected = (weights[1:2] if context == "refresh" else weights).mean((1, 2))
+            expected = F.pad(expected, (0, -row.context % unit)).unflatten(1, (-1, unit)).sum(-1)
+            torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-6)
 
 
 def drafted(model: LlamaForCausalLM, config: AspireConfig) -> tuple[dict[tuple[int, int, int], int], Tensor]:

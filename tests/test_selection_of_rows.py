@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from contexts import LAYERS, contexts_of, lists_of, prompt_row, request_of, scores_of
+from contexts import LAYERS, by_unit, contexts_of, lists_of, prompt_row, request_of, scores_of
 from kit import POLICIES, small
 
 from hf_aspire import AspireConfig
@@ -32,7 +31,11 @@ def test_rows_of_a_step_have_lists_of_their_own() -> None:
     contexts = contexts_of(small(context="verify", granularity=1), requests=3)
     requests = [request_of(90, row=0), request_of(5, row=1), request_of(40, row=2)]
     for request in (requests[0], requests[2]):
-        contexts.renew(prompt_row(request.length), request, scores_of(LAYERS, request.length, request.row))
+        contexts.renew(
+            prompt_row(request.length),
+            request,
+            by_unit(contexts.policy, scores_of(LAYERS, request.length, request.row)),
+        )
     requests[2].drafts = [3, 4]
     together = lists_of(contexts, requests)
     assert [len(listed[0]) for listed in together] == [8 + 1, 6, 8 + 3]
@@ -47,13 +50,13 @@ def test_a_fork_starts_with_its_sources_list_and_goes_its_own_way(context: str) 
     lists = contexts.policy.lists
     row, scores = prompt_row(60), scores_of(lists, 60, 1)
     for request in (source, fork):
-        contexts.renew(row, request, scores)
+        contexts.renew(row, request, by_unit(contexts.policy, scores))
         assert contexts.ready(request)
     first = lists_of(contexts, [source])[0]
     assert lists_of(contexts, [fork])[0] == first
     verify = Row.verify(fork, scored=True)
     fork.length, fork.generated = 61, 2
-    contexts.renew(verify, fork, scores_of(lists, 61, 2))
+    contexts.renew(verify, fork, by_unit(contexts.policy, scores_of(lists, 61, 2)))
     assert lists_of(contexts, [source])[0] == first
     assert [listed[:-1] for listed in lists_of(contexts, [fork])[0]] != first
 
@@ -63,7 +66,7 @@ def test_a_list_is_only_good_at_the_token_that_it_was_made_at(context: str) -> N
     contexts = contexts_of(small(context=context))
     request = request_of(60)
     assert not contexts.ready(request)  # no list yet
-    contexts.renew(prompt_row(60), request, scores_of(contexts.policy.lists, 60, 1))
+    contexts.renew(prompt_row(60), request, by_unit(contexts.policy, scores_of(contexts.policy.lists, 60, 1)))
     assert contexts.ready(request)
     request.length, request.generated, request.rounds = 61, 2, 1  # decoded plainly
     assert not contexts.ready(request)
@@ -87,8 +90,7 @@ def test_policies_score_in_the_layers_that_they_name() -> None:
         policy("refresh", refresh_layer=5)
 
 
-def test_token_scores_are_the_paper_s_maximum_for_refresh_and_the_mean_for_the_others() -> None:
-    weights = torch.rand(2, 4, 6)
-    for context, by_head in (("refresh", weights.amax(1)), ("verify", weights.mean(1)), ("hybrid", weights.mean(1))):
-        reduced = ContextPolicy.of(AspireConfig(context=context), LAYERS).reduce(weights)
-        assert torch.allclose(reduced, (by_head[0] + by_head[1]) / 2)
+def test_scores_are_of_as_many_tokens_of_the_granularity_as_are_a_power_of_two() -> None:
+    for granularity, unit in ((1, 1), (6, 2), (7, 1), (8, 8), (12, 4), (16, 16), ("auto", 1)):
+        policy = ContextPolicy.of(AspireConfig(granularity=granularity), LAYERS)
+        assert (policy.unit, policy.scores_of(33)) == (unit, -(-33 // unit))

@@ -39,7 +39,7 @@ class Backend(Protocol):
         """Stores the new keys and values `[T, Hkv, D or Dv]`, attends `[T, Hq, D]` -> `[T, Hq, Dv]`."""
 
     def scores(self, row: int) -> Tensor:
-        """Token scores `[lists or 1, L]` of a scored row of the last forward."""
+        """Scores `[lists or 1, scores]` of a scored row of the last forward, each of the policy's unit of tokens."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,8 @@ class TorchBackend:
             if row.scored:
                 lists = 1 if row.kind is RowKind.DRAFT else self._policy.lists
                 device = batch.token_ids.device
-                self._scores[index] = torch.zeros(lists, row.context, dtype=torch.float32, device=device)
+                count = self._policy.scores_of(row.context)
+                self._scores[index] = torch.zeros(lists, count, dtype=torch.float32, device=device)
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """See `Backend`."""
@@ -165,7 +166,8 @@ class TorchBackend:
         if wanted:
             place = layer if self._scores[index].shape[0] > 1 else 0
             counted = weights[[q - first for q in wanted]]
-            self._scores[index][place] = self._policy.reduce(counted).to(self._scores[index].device)
+            scores = reference.reduce_scores(counted, self._policy.unit)
+            self._scores[index][place] = scores.to(self._scores[index].device)
         if first:
             seen = row.request.context(row.start + first)
             head = reference.full_attention(query[:first], keys, values, seen, row.start, scaling)

@@ -19,7 +19,7 @@ class DeviceLists:
 
     Args:
         config: Budget, recent tokens, granularity.
-        policy: Number of lists.
+        policy: Number of lists, tokens per score.
         state: The requests.
         longest: Most context tokens that a request may reach.
     """
@@ -27,6 +27,7 @@ class DeviceLists:
     def __init__(self, config: AspireConfig, policy: ContextPolicy, state: DeviceState, longest: int) -> None:
         self._state = state
         self._unit = resolved_granularity(config)
+        self._scores_per_unit = self._unit // policy.unit
         self._recent = config.recent_pages * config.page_size
         device = state.fields.device
         pages = range(-(-longest // config.page_size) + 1)
@@ -45,10 +46,10 @@ class DeviceLists:
         self._state.fields[slot, Field.TAIL] = tail
 
     def renew(self, scores: Tensor, slots: Tensor, scored: Tensor) -> None:
-        """Makes lists from token scores.
+        """Makes lists from scores.
 
         Args:
-            scores: `[lists, S, L]` float32.
+            scores: `[lists, S, scores]` float32, each of the policy's unit of tokens.
             slots: `[S]` int64 request slots.
             scored: `[S]` int64, how many of the context's tokens are certain to stay.
         """
@@ -56,8 +57,9 @@ class DeviceLists:
         tail = (scored - self._recent).clamp_min(0) // unit * unit
         budget = self._budgets[(scored + size - 1) // size]
         count = torch.minimum((budget - (scored - tail)).clamp_min(0) // unit, tail // unit)
-        if unit > 1:
-            scores = scores[..., : scores.shape[-1] // unit * unit].unflatten(-1, (-1, unit)).sum(-1)
+        parts = self._scores_per_unit
+        if parts > 1:
+            scores = scores[..., : scores.shape[-1] // parts * parts].unflatten(-1, (-1, parts)).sum(-1)
         chosen = scores.new_zeros(scores.shape[0], len(slots), -(-len(self._index) // unit), dtype=torch.int32)
         select(scores, (tail // unit).int(), count.int(), chosen)
         top = count * unit

@@ -30,14 +30,14 @@ class ContextPolicy:
         lists: 1 (shared by all layers) or one per layer.
         full_layers: Layers whose scores count in rows with full attention (prompt ends, decode and verify rows).
         draft_layers: Layers that run full attention, and score, in draft rows.
-        by_maximum: A token's score is the largest of its heads' softmax weights (the paper's rule), else their mean.
+        unit: Context tokens per score: as many of the selected unit as are a power of two.
     """
 
     layers: int
     lists: int
     full_layers: tuple[int, ...]
     draft_layers: tuple[int, ...]
-    by_maximum: bool
+    unit: int
 
     @classmethod
     def of(cls, config: AspireConfig, layers: int) -> ContextPolicy:
@@ -48,10 +48,12 @@ class ContextPolicy:
         """
         refresh = config.refresh_layer % layers if -layers <= config.refresh_layer < layers else None
         name = resolved_context(config)
+        granularity = resolved_granularity(config)
+        unit = granularity & -granularity
         if name == "window":
-            return cls(layers, 1, (), (), False)
+            return cls(layers, 1, (), (), unit)
         if name == "verify":
-            return cls(layers, layers, tuple(range(layers)), (), False)
+            return cls(layers, layers, tuple(range(layers)), (), unit)
         if refresh is None:
             # The default, N-2, does not exist in a model of one layer; its only layer is the late one then.
             if config.refresh_layer != -2:
@@ -61,13 +63,12 @@ class ContextPolicy:
                 )
             refresh = layers - 1
         if name == "hybrid":
-            return cls(layers, layers, tuple(range(layers)), (refresh,), False)
-        return cls(layers, 1, (refresh,), (refresh,), True)
+            return cls(layers, layers, tuple(range(layers)), (refresh,), unit)
+        return cls(layers, 1, (refresh,), (refresh,), unit)
 
-    def reduce(self, weights: Tensor) -> Tensor:
-        """Softmax weights `[queries, heads, L]` of the counted queries -> token scores `[L]`."""
-        by_head = weights.amax(1) if self.by_maximum else weights.mean(1)
-        return by_head.mean(0)
+    def scores_of(self, context: int) -> int:
+        """Scores of a context of that many tokens."""
+        return -(-context // self.unit)
 
 
 def resolved_context(config: AspireConfig) -> str:
@@ -150,15 +151,15 @@ class SparseContexts:
         Args:
             row: The row.
             request: Its request, or a fork of it.
-            scores: Token scores `[lists or 1, L]`; those past the row's first query are not used, since only that
-                query is certain to stay.
+            scores: `[lists or 1, scores]`, each of `policy.unit` tokens; those past the row's first query are not
+                used, since only that query is certain to stay.
         """
         scored = row.certain
         if row.kind is RowKind.DRAFT and self.policy.lists > 1:
             self._renew_share(request, scores)
             return
         tail, count = self._split(scored)
-        units = scores[:, :tail].view(scores.shape[0], -1, self.unit).sum(-1)
+        units = self._summed(scores, tail)
         self._write(request.row, select(units, count))
         base = None
         if self.policy.draft_layers and self.policy.lists > 1:
@@ -252,6 +253,10 @@ class SparseContexts:
             top = self.top[:, request.row, : shape.count]
         return torch.cat([top, tail], 1)
 
+    def _summed(self, scores: Tensor, tail: int) -> Tensor:
+        """Scores `[n, units]` of the selected units below the tail."""
+        return scores[:, : tail // self.policy.unit].unflatten(-1, (-1, self.unit // self.policy.unit)).sum(-1)
+
     def _write(self, slot: int, units: Tensor) -> None:
         offsets = torch.arange(self.unit, device=units.device)
         tokens = (units[..., None] * self.unit + offsets).flatten(1)
@@ -262,7 +267,7 @@ class SparseContexts:
         shape = self._shapes.get(request.row)
         if shape is None or shape.base is None:
             return
-        units = scores[:, : shape.tail].view(1, -1, self.unit).sum(-1).expand(self.policy.lists, -1)
+        units = self._summed(scores, shape.tail).expand(self.policy.lists, -1)
         rest = units.scatter(1, shape.base, -1.0)  # weights are >= 0: what is held sorts behind everything
         extra = select(rest, shape.count // self.unit - shape.base.shape[1])
         self._write(request.row, torch.cat([shape.base, extra], 1).sort(-1).values)

@@ -20,6 +20,7 @@ from .device_state import DeviceState, Field
 from .graphs import Graphs, Needs, Shape
 from .kernels import work
 from .kernels.mixed_attention import Partials
+from .kernels.score_store import RawScores
 from .kernels.tiles import Tile
 from .request import Row, RowKind
 from .triton_backend import Tables, TritonBackend, View
@@ -53,7 +54,8 @@ class StepTables:
         device = state.fields.device
         entries = _ENTRIES + _ENTRIES_PER_SLOT * most * (state.filler + 1) // 16
         self._buffer = torch.zeros(entries, dtype=torch.int32, device=device)
-        self._scratch: dict[tuple[int, ...], tuple[Tensor, Tensor] | Partials] = {}
+        self._partials_of: dict[tuple[int, int, int], Partials] = {}
+        self._scores_of: dict[tuple[int, int], tuple[RawScores, Tensor]] = {}
 
     def plan(
         self, rows: Sequence[Row], listed: NDArray[np.int64], forced: NDArray[np.int64], choice: Sequence[Array] | None
@@ -194,18 +196,16 @@ class StepTables:
 
     def _partials(self, pieces: int, tokens: int, tile: Tile) -> Partials:
         key = (pieces, tokens, tile.block_m)
-        if key not in self._scratch:
-            self._scratch[key] = self._backend.partials(pieces, tokens, tile)
-        return self._scratch[key]  # type: ignore[return-value]
+        if key not in self._partials_of:
+            self._partials_of[key] = self._backend.partials(pieces, tokens, tile)
+        return self._partials_of[key]
 
-    def _scores(self, slots: int, tile: Tile) -> tuple[Tensor, Tensor]:
+    def _scores(self, slots: int, tile: Tile) -> tuple[RawScores, Tensor]:
         key = (slots, tile.block_n)
-        if key not in self._scratch:
+        if key not in self._scores_of:
             raw = self._backend.raw_scores(slots, 2, self._longest, tile)
-            shape = (self._lists.slots.shape[0], slots, self._longest)
-            scores = torch.zeros(shape, dtype=torch.float32, device=raw.device)
-            self._scratch[key] = raw, scores
-        return self._scratch[key]  # type: ignore[return-value]
+            self._scores_of[key] = raw, self._backend.no_scores(slots, self._longest)
+        return self._scores_of[key]
 
     def _send(self, arrays: Sequence[NDArray[np.integer]]) -> list[Tensor]:
         """Copies arrays to the device in one piece, each at the next multiple of 16 bytes."""

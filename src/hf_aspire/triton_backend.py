@@ -20,7 +20,8 @@ from .batch import MixedBatch
 from .cache import AspireCache, LayerSpec
 from .kernels import work
 from .kernels.combine import combine, reduce_scores
-from .kernels.mixed_attention import Partials, mixed_attention, raw_scores_for
+from .kernels.mixed_attention import Partials, mixed_attention
+from .kernels.score_store import RawScores
 from .kernels.store_kv import store_kv
 from .kernels.tiles import Tile, tile_for
 from .prompt_attention import Bulk
@@ -73,8 +74,8 @@ class Tables:
         write_slots: `[T]` places of the new keys and values; negative ones keep none.
         views: One per kind of layer.
         lists: `[lists, rows, capacity]` int32 token slots of draft rows; the page table where nothing drafts.
-        raw: Logits of scored queries, or None.
-        scores: `[lists, score slots, tokens]` float32, or None.
+        raw: Scores as the attention pass leaves them, or None.
+        scores: `[lists, score slots, scores]` float32, or None.
         tile: Shapes of the kernel's blocks.
         bulks: Queries of long prompt chunks, which are in none of the views.
     """
@@ -82,7 +83,7 @@ class Tables:
     write_slots: Tensor
     views: Mapping[ViewKey, View]
     lists: Tensor
-    raw: Tensor | None
+    raw: RawScores | None
     scores: Tensor | None
     tile: Tile
     bulks: Sequence[Bulk] = ()
@@ -128,7 +129,7 @@ class TritonBackend:
         if self._cuts_prompts:
             ends, tokens, bulks = prompt_attention.cut(ends, tokens)
         self._rows = ends
-        spec, policy = self._spec, self._policy
+        spec = self._spec
         tile = self.tile(max(row.queries for row in ends))
         wanted = [row.scored_queries for row in ends]
         self._slots = {index: slot for slot, index in enumerate(i for i, queries in enumerate(wanted) if queries)}
@@ -139,7 +140,7 @@ class TritonBackend:
         if self._slots:
             longest = max(batch.rows[index].context for index in self._slots)
             raw = self.raw_scores(len(self._slots), max(len(queries) for queries in wanted), longest, tile)
-            scores = torch.zeros(policy.lists, len(self._slots), longest, dtype=torch.float32, device=spec.device)
+            scores = self.no_scores(len(self._slots), longest)
         views = {}
         for key in self.view_keys:
             rows, scored = self.row_table(key, ends, listed, np.cumsum(listed > 0) - 1, tokens)
@@ -188,12 +189,11 @@ class TritonBackend:
             states = (query, key, value)
             prompt_attention.attend(bulk, states, keys, values, cache.page_table, scaling, output)
         if view.merges is not None:
-            combine(view.partials, view.rows, view.merges, output, self._group, tables.tile, raw is not None)
+            combine(view.partials, view.rows, view.merges, output, self._group, tables.tile, raw)
         if raw is not None and view.scored_rows is not None and tables.scores is not None:
             scores = tables.scores[layer if self._policy.lists > 1 else 0]
             with self.sides.fork():  # beside the layer's output product
-                lse, by_maximum = view.partials.row_lse, self._policy.by_maximum
-                reduce_scores(raw, lse, view.rows, view.scored_rows, scores, 1, by_maximum)
+                reduce_scores(raw, view.partials.row_lse, view.rows, view.scored_rows, scores, self._policy.unit)
         return output
 
     def finish(self) -> None:
@@ -203,7 +203,8 @@ class TritonBackend:
     def scores(self, row: int) -> Tensor:
         """See `Backend`."""
         assert self._tables.scores is not None
-        scores = self._tables.scores[:, self._slots[row], : self._rows[row].context]
+        count = self._policy.scores_of(self._rows[row].context)
+        scores = self._tables.scores[:, self._slots[row], :count]
         if self._rows[row].kind is RowKind.DRAFT and self._policy.lists > 1:
             refresh = self._policy.draft_layers[0]
             return scores[refresh : refresh + 1]
@@ -231,10 +232,16 @@ class TritonBackend:
         heads = (spec.query_heads, spec.kv_heads)
         return Partials.empty(count, tokens, heads, tile.block_m, spec.value_size, spec.device)
 
-    def raw_scores(self, slots: int, queries: int, tokens: int, tile: Tile) -> Tensor:
-        """Room for the logits of scored queries."""
-        spec = self._spec
-        return raw_scores_for(slots, queries, tokens, (spec.query_heads, spec.kv_heads), tile, spec.dtype, spec.device)
+    def raw_scores(self, slots: int, queries: int, tokens: int, tile: Tile) -> RawScores:
+        """Room for what the attention pass leaves of `slots` rows' scores."""
+        spec, unit = self._spec, self._policy.unit
+        heads = (spec.query_heads, spec.kv_heads)
+        return RawScores.empty(slots, queries, tokens, heads, tile.block_n, unit, spec.device)
+
+    def no_scores(self, slots: int, tokens: int) -> Tensor:
+        """Room for the scores of `slots` rows of up to `tokens` tokens, zeros."""
+        shape = (self._policy.lists, slots, self._policy.scores_of(tokens))
+        return torch.zeros(shape, dtype=torch.float32, device=self._spec.device)
 
     def row_table(
         self,

@@ -8,7 +8,8 @@ import torch
 
 from hf_aspire.kernels import reference, work
 from hf_aspire.kernels.combine import combine, reduce_scores
-from hf_aspire.kernels.mixed_attention import PLAIN, Partials, mixed_attention, raw_scores_for
+from hf_aspire.kernels.mixed_attention import PLAIN, Partials, mixed_attention
+from hf_aspire.kernels.score_store import RawScores
 from hf_aspire.kernels.tiles import Tile, tile_for
 
 
@@ -100,7 +101,7 @@ class Mixture:
             weights.append(probability)
         return torch.cat(outputs), weights
 
-    def run(self, *, slots=8, tile=None, unit=1, by_maximum=False, variant=PLAIN, slack=0):
+    def run(self, *, slots=8, tile=None, unit=1, variant=PLAIN, slack=0):
         """Output and token scores `[score slots, units]` of the kernels."""
         device, heads = self.query.device, self.query.shape[1]
         tokens, value_size = self.query.shape[0], self.values.shape[3]
@@ -121,7 +122,9 @@ class Mixture:
         if scored:
             longest = max(s.context for s in self.specs)
             wanted = max(len(s.scored) for s in self.specs)
-            raw = raw_scores_for(len(scored), wanted, longest, shape, tile, self.query.dtype, device).fill_(torch.nan)
+            raw = RawScores.empty(len(scored), wanted, longest, shape, tile.block_n, unit, device)
+            raw.weights.fill_(255)
+            raw.maxima.fill_(torch.nan)
             scores = torch.full((len(scored), -(-longest // unit)), -1.0, device=device)
         mixed_attention(
             self.query,
@@ -139,10 +142,10 @@ class Mixture:
             variant,
         )
         if plan.used_merges:
-            combine(partials, rows, merges, output, self.group, tile, bool(scored), variant)
+            combine(partials, rows, merges, output, self.group, tile, raw, variant)
         if scored:
             slots = torch.tensor(scored, dtype=torch.int32, device=device)
-            reduce_scores(raw, partials.row_lse, rows, slots, scores, unit, by_maximum, variant.window)
+            reduce_scores(raw, partials.row_lse, rows, slots, scores, unit, variant.window)
         return output, scores
 
 

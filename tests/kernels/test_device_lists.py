@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from contexts import by_unit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,9 +65,9 @@ def test_a_device_list_is_the_hosts(data: st.DataObject) -> None:
     # The middle one belongs to the slot of filling tokens, as unused score slots do.
     slots = torch.tensor([0, SLOTS, 2], device=device)
     scored = torch.tensor([rows[0].certain, 1, rows[1].certain], device=device)
-    lists.renew(scores.to(device), slots, scored)
+    lists.renew(by_unit(policy, scores).to(device), slots, scored)
     for index, (row, request) in enumerate(zip(rows, requests, strict=True)):
-        contexts.renew(row, request, scores[:, 2 * index, : row.context])
+        contexts.renew(row, request, by_unit(policy, scores[:, 2 * index, : row.context]))
         request.length += 1  # as after a decode row
         request.drafts = [7] * data.draw(st.integers(0, 3))
         draft = Row.draft(request, scored=False)
@@ -82,7 +83,7 @@ def test_a_device_list_is_the_hosts(data: st.DataObject) -> None:
         request.drafts = drafts
         assert listed <= contexts.listed(request, draft.context) <= lists.slots.shape[2]
         taken = DeviceLists(config, policy, state, LONGEST)
-        contexts.renew(row, request, scores[:, 2 * index, : row.context])
+        contexts.renew(row, request, by_unit(policy, scores[:, 2 * index, : row.context]))
         made = contexts.top_of(request)
         assert made is not None
         taken.load(request.row, made[0].to(device), made[1])

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from . import work
-from .score_store import store_scores
+from .score_store import kept_rows, store_scores, tile_query
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _ROW_TOKEN = tl.constexpr(work.ROW_TOKEN)
@@ -84,7 +84,8 @@ def _attend(
     partial_output: tl.tensor,
     partial_lse: tl.tensor,
     row_lse: tl.tensor,
-    raw_scores: tl.tensor,
+    raw_weights: tl.tensor,
+    raw_maxima: tl.tensor,
     sinks: tl.tensor,
     scaling: tl.tensor,
     softcap: tl.tensor,
@@ -107,6 +108,8 @@ def _attend(
     BLOCK_N: tl.constexpr,
     SCORED: tl.constexpr,
     SCORED_QUERIES: tl.constexpr,
+    UNIT: tl.constexpr,
+    FEW: tl.constexpr,
     IN_PLACE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -122,7 +125,7 @@ def _attend(
 
     # Rows of the tile: the heads of a group side by side, query after query.
     m = tl.arange(0, BLOCK_M)
-    i_query = first + m // GROUP
+    i_query = tile_query(row, first, m, GROUP, BLOCK_M, FEW)
     i_head = head * GROUP + m % GROUP
     used = (m < (BLOCK_M // GROUP) * GROUP) & (i_query < queries)
     token = (tl.load(row + _ROW_TOKEN) + i_query).to(tl.int64)
@@ -139,11 +142,17 @@ def _attend(
     if SCORED:
         score_slot = tl.load(row + _ROW_SCORE)
         step = tl.load(row + _ROW_SCORE_STEP)
-        ahead = i_query - tl.load(row + _ROW_SCORE_FIRST)
+        kept = kept_rows(BLOCK_M, FEW)
+        i_kept = tile_query(row, first, kept, GROUP, BLOCK_M, FEW)
+        ahead = i_kept - tl.load(row + _ROW_SCORE_FIRST)
         i_scored = ahead // step
-        wanted = used & (ahead >= 0) & (ahead % step == 0) & (i_scored < tl.load(row + _ROW_SCORE_COUNT))
-        p_raw = raw_scores + score_slot.to(tl.int64) * score_stride + head * (SCORED_QUERIES * GROUP * BLOCK_N)
-        i_raw = (i_scored * GROUP + m % GROUP) * BLOCK_N
+        wanted = (kept < (BLOCK_M // GROUP) * GROUP) & (i_kept < queries)
+        wanted = wanted & (ahead >= 0) & (ahead % step == 0) & (i_scored < tl.load(row + _ROW_SCORE_COUNT))
+        line = i_scored * GROUP + kept % GROUP
+        p_maxima = raw_maxima + score_slot.to(tl.int64) * score_stride + head * (SCORED_QUERIES * GROUP)
+        p_weights = raw_weights + (score_slot.to(tl.int64) * score_stride + head * (SCORED_QUERIES * GROUP)) * (
+            BLOCK_N // UNIT
+        )
 
     table = page_table + entry * table_stride
     if listed > 0:
@@ -173,8 +182,19 @@ def _attend(
         weights = tl.exp2(logits - base[:, None])
         shrink = tl.exp2(maximum - base)
         if SCORED:  # without a branch for rows that want none: it would cost 60 registers
+            lines = block // BLOCK_N * (KV_HEADS * SCORED_QUERIES * GROUP)
             store_scores(
-                p_raw + block * (KV_HEADS * SCORED_QUERIES * GROUP), i_raw, wanted, logits, BLOCK_M, BLOCK_N, IN_PLACE
+                p_weights + lines * (BLOCK_N // UNIT),
+                p_maxima + lines,
+                line,
+                wanted,
+                weights,
+                base,
+                BLOCK_M,
+                BLOCK_N,
+                UNIT,
+                FEW,
+                IN_PLACE,
             )
         b_values = tl.load(
             p_values + (i_place * DV)[:, None],
@@ -221,7 +241,8 @@ def attention_kernel(
     partial_output: tl.tensor,
     partial_lse: tl.tensor,
     row_lse: tl.tensor,
-    raw_scores: tl.tensor,
+    raw_weights: tl.tensor,
+    raw_maxima: tl.tensor,
     sinks: tl.tensor,
     scaling: tl.tensor,
     softcap: tl.tensor,
@@ -244,6 +265,8 @@ def attention_kernel(
     BLOCK_N: tl.constexpr,
     SCORED: tl.constexpr,
     SCORED_QUERIES: tl.constexpr,
+    UNIT: tl.constexpr,
+    FEW: tl.constexpr,
     IN_PLACE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -284,7 +307,8 @@ def attention_kernel(
             partial_output,
             partial_lse,
             row_lse,
-            raw_scores,
+            raw_weights,
+            raw_maxima,
             sinks,
             scaling,
             softcap,
@@ -307,6 +331,8 @@ def attention_kernel(
             BLOCK_N,
             SCORED,
             SCORED_QUERIES,
+            UNIT,
+            FEW,
             IN_PLACE,
             WINDOW,
             SOFTCAP,
@@ -331,7 +357,8 @@ def attention_kernel(
             partial_output,
             partial_lse,
             row_lse,
-            raw_scores,
+            raw_weights,
+            raw_maxima,
             sinks,
             scaling,
             softcap,
@@ -354,6 +381,8 @@ def attention_kernel(
             BLOCK_N,
             SCORED,
             SCORED_QUERIES,
+            UNIT,
+            FEW,
             IN_PLACE,
             WINDOW,
             SOFTCAP,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import work
 from .mixed_attention import PLAIN, Partials, Variant
-from .score_store import in_order, token_at
+from .score_store import RawScores, decode, first_token, in_order, tile_query
 from .tiles import Tile
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -32,12 +32,10 @@ _LOOKED = 16
 """Pieces whose sums are read at a time."""
 _AHEAD = 8
 """Pieces whose results are read at a time: one after the other, each would take a round trip to memory."""
-# H200, 2026-11-29, 8B shape: of two rows of 16k tokens 5 us (11 us with 256 tokens and 4 warps), of 32 rows 27 (50).
-_SCORED_TOKENS = 64
-"""Tokens per program of the score reduction, at least a kernel's block of them."""
-_SCORED_WARPS = 2
-_SCORED_HEADS = 32
-"""Heads that a program of it loads at a time."""
+_SCORED_PLACES = 64
+"""Stored weights of a line per program of the score reduction, at least a kernel's block of them."""
+_SCORED_LINES = 32
+"""Lines that a program of it loads at a time. One warp each: nothing is passed between warps."""
 
 
 def combine(
@@ -47,7 +45,7 @@ def combine(
     output: Tensor,
     group: int,
     tile: Tile,
-    scored: bool = False,
+    raw_scores: RawScores | None = None,
     variant: Variant = PLAIN,
 ) -> None:
     """Merges the pieces of every split tile into `output`.
@@ -59,7 +57,7 @@ def combine(
         output: `[T, Hq, Dv]`.
         group: Query heads per KV head.
         tile: As in `mixed_attention`.
-        scored: Whether scores are wanted of some row.
+        raw_scores: As in `mixed_attention`.
         variant: As in `mixed_attention`.
     """
     kv_heads, value_size = partials.output.shape[1], partials.output.shape[3]
@@ -82,55 +80,56 @@ def combine(
         ROWS=_MERGED_ROWS,
         LOOKED=_LOOKED,
         AHEAD=_AHEAD,
-        SCORED=scored,
+        SCORED=raw_scores is not None,
+        FEW=raw_scores is not None and raw_scores.few,
         SINKS=variant.sinks is not None,
         num_warps=4,
     )
 
 
 def reduce_scores(
-    raw_scores: Tensor,
+    raw_scores: RawScores,
     row_lse: Tensor,
     rows: Tensor,
     scored_rows: Tensor,
     scores: Tensor,
     unit: int,
-    by_maximum: bool,
     window: int = 0,
 ) -> None:
-    """Softmax weights of the scored queries, reduced over heads and averaged over the queries.
+    """Softmax weights of the scored queries, summed per unit, averaged over heads and queries.
 
     Args:
-        raw_scores: As in `mixed_attention`.
+        raw_scores: As in `mixed_attention`, made for scores of this unit.
         row_lse: `[T, Hq]` float32.
         rows: `[R, ROW_COLUMNS]` int32.
         scored_rows: `[score slots]` int32: the row of every score slot, -1 for none.
         scores: `[score slots, units]` float32; gets the scores of every row's units, and nothing behind them.
-        unit: Context tokens per score, a power of two up to 128: the sum of their scores.
-        by_maximum: Largest head instead of the mean over heads.
+        unit: Context tokens per score, a power of two up to 64.
         window: As in `mixed_attention`.
     """
-    slots, blocks, kv_heads, lines, block_n = raw_scores.shape
+    slots, blocks, kv_heads, lines, per_block = raw_scores.weights.shape
     group = row_lse.shape[1] // kv_heads
-    _score_kernel[(triton.cdiv(blocks * block_n, _SCORED_TOKENS), slots)](
-        raw_scores,
+    places = max(_SCORED_PLACES, per_block)
+    _score_kernel[(triton.cdiv(blocks * per_block, places), slots)](
+        raw_scores.weights,
+        raw_scores.maxima,
         row_lse,
         rows,
         scored_rows,
         scores,
-        raw_scores.stride(0),
+        raw_scores.maxima.stride(0),
         scores.stride(0),
         window or 1 << 30,
-        blocks * block_n,
+        blocks,
         KV_HEADS=kv_heads,
         GROUP=group,
-        HEAD_BLOCK=min(_SCORED_HEADS, triton.next_power_of_2(kv_heads * group)),
+        LINE_BLOCK=min(_SCORED_LINES, triton.next_power_of_2(kv_heads * lines)),
         SCORED_QUERIES=lines // group,
         UNIT=unit,
-        TOKENS=_SCORED_TOKENS,
-        BLOCK_N=block_n,
-        BY_MAXIMUM=by_maximum,
-        num_warps=_SCORED_WARPS,
+        STORED=raw_scores.unit,
+        PLACES=places,
+        BLOCK_N=per_block * raw_scores.unit,
+        num_warps=1,
     )
 
 
@@ -154,6 +153,7 @@ def _combine_kernel(
     LOOKED: tl.constexpr,
     AHEAD: tl.constexpr,
     SCORED: tl.constexpr,
+    FEW: tl.constexpr,
     SINKS: tl.constexpr,
 ) -> None:
     head = tl.program_id(0)
@@ -163,7 +163,7 @@ def _combine_kernel(
         return
     row = rows + row_index * _ROW_COLUMNS
     m = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    i_query = tl.load(merge + _MERGE_QUERY) + m // GROUP
+    i_query = tile_query(row, tl.load(merge + _MERGE_QUERY), m, GROUP, BLOCK_M, FEW)
     i_head = head * GROUP + m % GROUP
     used = (m < (BLOCK_M // GROUP) * GROUP) & (i_query < tl.load(row + _ROW_QUERIES))
     if tl.sum(used.to(tl.int32), 0) == 0:
@@ -211,7 +211,8 @@ def _combine_kernel(
 
 @triton.jit
 def _score_kernel(
-    raw_scores: tl.tensor,
+    raw_weights: tl.tensor,
+    raw_maxima: tl.tensor,
     row_lse: tl.tensor,
     rows: tl.tensor,
     scored_rows: tl.tensor,
@@ -219,50 +220,64 @@ def _score_kernel(
     raw_stride: tl.tensor,
     score_stride: tl.tensor,
     window: tl.tensor,
-    stored_tokens: tl.tensor,
+    blocks: tl.tensor,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr,
+    LINE_BLOCK: tl.constexpr,
     SCORED_QUERIES: tl.constexpr,
     UNIT: tl.constexpr,
-    TOKENS: tl.constexpr,
+    STORED: tl.constexpr,
+    PLACES: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BY_MAXIMUM: tl.constexpr,
 ) -> None:
+    PER_BLOCK: tl.constexpr = BLOCK_N // STORED
+    BLOCKS: tl.constexpr = PLACES // PER_BLOCK
+    LINES: tl.constexpr = KV_HEADS * SCORED_QUERIES * GROUP
+    UNITS: tl.constexpr = PLACES * STORED // UNIT
     slot = tl.program_id(1)
     row_index = tl.load(scored_rows + slot)
     if row_index < 0:
         return
     row = rows + row_index * _ROW_COLUMNS
     length = tl.load(row + _ROW_LENGTH)
-    if tl.program_id(0) * TOKENS >= length:
+    first = tl.program_id(0) * (PLACES * STORED)
+    if first >= length:
         return
-    raw_scores += slot.to(tl.int64) * raw_stride
-    place = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    stored = place < stored_tokens  # a multiple of 16, so the mask leaves loads of 16 bytes whole
-    i_place = place // BLOCK_N * (KV_HEADS * SCORED_QUERIES * GROUP * BLOCK_N) + place % BLOCK_N
-    token = token_at(place, BLOCK_N)
+    raw_maxima += slot.to(tl.int64) * raw_stride
+    raw_weights += slot.to(tl.int64) * raw_stride * PER_BLOCK
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    place = tl.arange(0, PLACES)
+    i_place = tl.program_id(0) * (BLOCKS * LINES * PER_BLOCK) + place // PER_BLOCK * (LINES * PER_BLOCK)
+    i_place += place % PER_BLOCK
+    there = tl.program_id(0) * PLACES + place < blocks * PER_BLOCK  # a multiple of 4: loads stay whole
+    token = first + first_token(place, BLOCK_N, STORED)
     count = tl.load(row + _ROW_SCORE_COUNT)
+    step = tl.load(row + _ROW_SCORE_STEP)
     query = tl.load(row + _ROW_SCORE_FIRST)
-    score = tl.zeros((TOKENS,), tl.float32)
-    for i_scored in tl.static_range(SCORED_QUERIES):
-        # Tokens that the query does not see hold anything, and are loaded: a mask of theirs would split the loads.
-        heads = tl.where(i_scored < count, KV_HEADS * GROUP, 0)
-        position = tl.load(row + _ROW_START) + query
-        seen = (token <= position) & (token < length) & (token > position - window)
-        p_lse = row_lse + (tl.load(row + _ROW_TOKEN) + query).to(tl.int64) * (KV_HEADS * GROUP)
-        by_head = tl.zeros((TOKENS,), tl.float32)
-        for block in tl.static_range(0, KV_HEADS * GROUP, HEAD_BLOCK):
-            head = block + tl.arange(0, HEAD_BLOCK)
-            used = head < heads
-            lse = tl.load(p_lse + head, mask=used, other=float("inf"))
-            i_raw = ((head // GROUP * SCORED_QUERIES + i_scored) * GROUP + head % GROUP) * BLOCK_N
-            p_raw = raw_scores + (i_raw[:, None] + i_place[None, :])
-            raw = tl.load(p_raw, mask=used[:, None] & stored[None, :], other=0.0).to(tl.float32)
-            weights = tl.where(used[:, None] & seen[None, :], tl.exp2(raw - lse[:, None]), 0.0)
-            by_head = tl.maximum(by_head, tl.max(weights, 0)) if BY_MAXIMUM else by_head + tl.sum(weights, 0)
-        score += by_head if BY_MAXIMUM else by_head / (KV_HEADS * GROUP)
-        query += tl.load(row + _ROW_SCORE_STEP)
-    unit = tl.program_id(0) * (TOKENS // UNIT) + tl.arange(0, TOKENS // UNIT)
-    mass = tl.sum(tl.reshape(in_order(score / count, TOKENS, BLOCK_N), (TOKENS // UNIT, UNIT)), 1)
-    tl.store(scores + slot * score_stride + unit, mass, mask=unit * UNIT < length)
+    start = tl.load(row + _ROW_START)
+    row_lse += tl.load(row + _ROW_TOKEN).to(tl.int64) * (KV_HEADS * GROUP)
+    score = tl.zeros((PLACES,), tl.float32)
+    for first_line in tl.static_range(0, LINES, LINE_BLOCK):
+        line = first_line + tl.arange(0, LINE_BLOCK)
+        i_scored = line // GROUP % SCORED_QUERIES
+        used = (line < LINES) & (i_scored < count)
+        i_query = query + i_scored * step
+        head = line // (GROUP * SCORED_QUERIES) * GROUP + line % GROUP
+        lse = tl.load(row_lse + i_query * (KV_HEADS * GROUP) + head, mask=used, other=float("inf"))
+        p_maxima = raw_maxima + (block[None, :] * LINES + line[:, None])
+        maxima = tl.load(p_maxima, mask=(line < LINES)[:, None] & (block < blocks)[None, :], other=0.0)
+        scale = tl.exp2(maxima - lse[:, None])[:, :, None]
+        scale = tl.reshape(tl.broadcast_to(scale, (LINE_BLOCK, BLOCKS, PER_BLOCK)), (LINE_BLOCK, PLACES))
+        # Lines that nobody uses and units that a query does not see hold anything, and are loaded: masks of theirs
+        # would have the loads wait for the row, and split them.
+        p_weights = raw_weights + (line[:, None] * PER_BLOCK + i_place[None, :])
+        codes = tl.load(p_weights, mask=(line < LINES)[:, None] & there[None, :], other=0)
+        position = (start + i_query)[:, None]
+        seen = (token < length)[None, :] & (token[None, :] <= position)
+        seen = seen & (token[None, :] + (STORED - 1) > position - window)
+        score += tl.sum(tl.where(used[:, None] & seen, decode(codes, STORED) * scale, 0.0), 0)
+    score = in_order(score / (count * (KV_HEADS * GROUP)), PLACES, BLOCK_N, STORED)
+    if UNIT > STORED:
+        score = tl.sum(tl.reshape(score, (UNITS, UNIT // STORED)), 1)
+    unit = first // UNIT + tl.arange(0, UNITS)
+    tl.store(scores + slot * score_stride + unit, score, mask=unit * UNIT < length)

@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 
 from .attention_kernel import attention_kernel
+from .score_store import RawScores
 from .tiles import Tile
 
 
@@ -62,25 +63,6 @@ class Partials:
         )
 
 
-def raw_scores_for(
-    slots: int, queries: int, tokens: int, heads: tuple[int, int], tile: Tile, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Room for the logits of scored queries: `[slots, blocks, Hkv, queries * group, block_n]`, see `score_store`.
-
-    Args:
-        slots: Rows that want scores.
-        queries: Most scored queries of a row.
-        tokens: Longest context.
-        heads: Query heads and KV heads.
-        tile: As in `mixed_attention`.
-        dtype: The model's; 16-bit models keep half precision, 2^-11 of a logit.
-        device: Where.
-    """
-    exact = torch.float32 if dtype == torch.float32 else torch.float16
-    shape = (slots, -(-tokens // tile.block_n), heads[1], queries * heads[0] // heads[1], tile.block_n)
-    return torch.empty(shape, dtype=exact, device=device)
-
-
 def mixed_attention(
     query: Tensor,
     keys: Tensor,
@@ -91,7 +73,7 @@ def mixed_attention(
     items: Tensor,
     output: Tensor,
     partials: Partials,
-    raw_scores: Tensor | None,
+    raw_scores: RawScores | None,
     scaling: float,
     tile: Tile,
     variant: Variant = PLAIN,
@@ -108,8 +90,7 @@ def mixed_attention(
         items: `[bucket, ITEM_COLUMNS]` int32.
         output: `[T, Hq, Dv]`, written for every row.
         partials: Scratch.
-        raw_scores: Made by `raw_scores_for`, or None where no row wants scores. Gets the scored queries' logits times
-            log2(e), which `reduce_scores` makes token scores of.
+        raw_scores: What `reduce_scores` makes scores of, made for this tile; None where no row wants any.
         scaling: Softmax scale.
         tile: Shapes of the kernel's blocks.
         variant: Window, softcap, sinks.
@@ -124,8 +105,8 @@ def mixed_attention(
         )
     value_size = values.shape[3]
     heads = query.shape[1]
-    raw = partials.lse if raw_scores is None else raw_scores  # a pointer that is not used without scores
     scored = raw_scores is not None
+    maxima = partials.lse if raw_scores is None else raw_scores.maxima  # pointers are not used without scores
     kernel = attention_kernel[(kv_heads, items.shape[0])]
     kernel(
         query,
@@ -139,7 +120,8 @@ def mixed_attention(
         partials.output,
         partials.lse,
         partials.row_lse,
-        raw,
+        partials.lse if raw_scores is None else raw_scores.weights,
+        maxima,
         variant.sinks if variant.sinks is not None else partials.lse,
         scaling,
         variant.softcap,
@@ -150,7 +132,7 @@ def mixed_attention(
         output.stride(1),
         page_table.stride(0),
         lists.stride(0),
-        raw.stride(0),
+        maxima.stride(0),
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         PAGE=page_size,
@@ -161,8 +143,10 @@ def mixed_attention(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         SCORED=scored,
-        SCORED_QUERIES=raw.shape[3] * kv_heads // heads if scored else 1,
-        IN_PLACE=raw.dtype == torch.float16 and raw.is_cuda,
+        SCORED_QUERIES=maxima.shape[3] * kv_heads // heads if scored else 1,
+        UNIT=1 if raw_scores is None else raw_scores.unit,
+        FEW=raw_scores is not None and raw_scores.few,
+        IN_PLACE=keys.dtype != torch.float32 and keys.is_cuda,
         WINDOW=variant.window > 0,
         SOFTCAP=variant.softcap > 0,
         SINKS=variant.sinks is not None,

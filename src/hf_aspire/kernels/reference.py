@@ -219,9 +219,9 @@ def paged_attention(
     return torch.einsum("nhl,lhd->nhd", weights, v), weights
 
 
-def reduce_scores(weights: Tensor, unit: int, by_maximum: bool) -> Tensor:
-    """Softmax weights `[queries, Hq, L]` -> scores `[units]`: over heads, averaged over queries, summed per unit."""
-    score = (weights.amax(1) if by_maximum else weights.mean(1)).mean(0)
+def reduce_scores(weights: Tensor, unit: int) -> Tensor:
+    """Softmax weights `[queries, Hq, L]` -> scores `[units]`: averaged over queries and heads, summed per unit."""
+    score = weights.mean((0, 1))
     return F.pad(score, (0, -len(score) % unit)).unflatten(0, (-1, unit)).sum(-1)
 
 

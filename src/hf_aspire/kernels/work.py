@@ -99,8 +99,8 @@ def row_table(
         tables: Row of the page table or of the lists.
         shifts: log2 of the tokens behind one table entry: of the page size, or of a list's granule.
         listed: Whether the row's context is a list.
-        scored: Scored queries per row, evenly spaced and ascending; empty where none are wanted. Score slots are
-            given in row order.
+        scored: Scored queries per row, evenly spaced and ascending; empty where none are wanted. One or two must
+            begin with the row's first. Score slots are given in row order.
         tokens: First packed token of every row; None: the rows are packed one after the other.
     """
     count = np.asarray(queries, dtype=np.int32)
@@ -117,6 +117,8 @@ def row_table(
     slot = 0
     for row, wanted in zip(rows, scored or (), strict=False):
         if wanted:
+            if len(wanted) <= 2 and wanted[0] != 0:
+                raise ValueError(f"row_table: got scored queries {wanted}, expected the first query and one other")
             row[ROW_SCORE] = slot
             row[ROW_SCORE_FIRST] = wanted[0]
             row[ROW_SCORE_STEP] = max(1, wanted[1] - wanted[0]) if len(wanted) > 1 else 1
