@@ -63,11 +63,12 @@ def simulate(
     limit: int = 15,
     fit: CostModel | None = None,
     full_rows: float = 0.0,
+    speculating: float = 0.0,
 ) -> Run:
     """Runs a batch whose request i at step t has its drafts accepted with probability `alphas(t)[i]`.
 
-    `cost` is what steps take, and `full_rows` what those take longer that hold any full row; `fit`, if given, is shown
-    every step with 5 % noise.
+    `cost` is what steps take, `full_rows` what those take longer that hold any full row, `speculating` what all take
+    longer that are not of plain decoding; `fit`, if given, is shown every step with 5 % noise.
     """
     rng = random.Random(0)
     batch = len(alphas(0))
@@ -90,8 +91,10 @@ def simulate(
                 rounds[i] += drafted[i] > 0
                 drafted[i] = 0
         run.kinds.append(kinds)
+        plain = all(kind is DECODE for kind in kinds)
         seconds = cost.seconds(tokens, read) + full_rows * any(kind in (VERIFY, DECODE) for kind in kinds)
+        seconds += 0 if plain else speculating
         run.seconds += seconds
         if fit is not None:
-            fit.observe(tokens, read, seconds * math.exp(rng.gauss(0, 0.05)))
+            fit.observe(tokens, read, seconds * math.exp(rng.gauss(0, 0.05)), plain)
     return run

@@ -185,7 +185,7 @@ def test_a_text_that_just_stops_is_no_near_tie():
 
 def test_reads_are_those_that_the_engine_priced(tiny, monkeypatch):
     priced: list[tuple[int, float]] = []
-    monkeypatch.setattr(CostModel, "observe", lambda self, tokens, kv, seconds: priced.append((tokens, kv)))
+    monkeypatch.setattr(CostModel, "observe", lambda self, tokens, kv, seconds, plain: priced.append((tokens, kv)))
     loaded = load_model(str(tiny))
     inputs = loaded.batch([long_text()[:4000], long_text()[:1500], "def parse"])
     stats = run_aspire(loaded.model, inputs, 40, demo_config(LARGE_MODEL), do_sample=False).stats

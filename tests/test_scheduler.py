@@ -260,6 +260,27 @@ def test_the_first_round_drafts_at_least_the_initial_draft() -> None:
     assert kinds == [DRAFT, VERIFY, VERIFY, VERIFY]
 
 
+@pytest.mark.parametrize("alpha", [0.6, 0.8, 0.9, 0.95])
+@pytest.mark.parametrize("context", [8_000, 30_000])
+@pytest.mark.parametrize("speculating", [0.3, 0.6])
+def test_hardly_slower_where_steps_that_speculate_are_dearer(speculating: float, context: int, alpha: float) -> None:
+    """By a share of a plain step, which no step of drafts and verifications shows: unguarded, down to 0.58."""
+    cost, fit = CostModel(StepCost(2e-3, 1e-5, 3e-8), fixed=True), CostModel(StepCost(1e-4, 2e-6, 3e-8))
+    plain = cost.seconds(16, 16 * context)
+    run = simulate(
+        make_schedule(AspireConfig(), fit),
+        lambda step: [alpha] * 16,
+        1500,
+        cost,
+        context,
+        fit=fit,
+        speculating=speculating * plain,
+    )
+    assert run.tokens / run.seconds > 0.91 * 16 / plain
+    if (speculating, context, alpha) == (0.3, 30_000, 0.95):  # 1.37 unguarded
+        assert run.tokens / run.seconds > 1.3 * 16 / plain
+
+
 @pytest.mark.parametrize("alpha", [0.8, 0.9, 0.975])
 def test_steps_without_full_rows_are_used(alpha: float) -> None:
     """What any full row costs is paid in a minority of steps, and lockstep at any one length gains nothing on it."""
@@ -271,7 +292,7 @@ def test_steps_without_full_rows_are_used(alpha: float) -> None:
     full = sum(VERIFY in kinds for kinds in runs[0].kinds[100:])
     assert full < 0.5 * len(runs[0].kinds[100:])
     rates = [run.tokens / run.seconds for run in runs]
-    assert rates[0] > 0.97 * max(rates[1:])
+    assert rates[0] > 0.95 * max(rates[1:])
 
 
 def test_where_drafting_does_not_pay_a_draft_is_verified_at_once() -> None:

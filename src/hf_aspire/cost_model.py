@@ -38,6 +38,8 @@ MOST_FASTER = 1.5
 # 5 that far, 10 % noise does about once in a million steps, and a real change shows after 3 steps.
 DRIFT_STEPS = 5
 DRIFT_FACTOR = 1.3
+# Plain steps whose median says how long the next one takes.
+PLAIN_STEPS = 5
 # Observations that the past is worth after a drift: it still separates the coefficients until there is something
 # newer, and a dozen new steps outweigh it.
 KEPT_AFTER_DRIFT = 2.0
@@ -83,6 +85,9 @@ class CostModel:
     When the level changes (another process on the device, a lower clock), a drift test rescales what was learned by
     the change it sees and lets new steps outweigh it soon.
 
+    Steps of plain decoding are another regime: nothing is scored, no lists are made, and the host has less to do. How
+    long they take is a multiple of the prior, the median of the last few.
+
     Args:
         prior: Costs assumed before `WARMUP_STEPS` steps were seen, and the direction that the data leave open.
         fixed: Keep to the prior for good; `observe` does nothing then.
@@ -96,7 +101,13 @@ class CostModel:
             raise ValueError(f"CostModel: got {prior}, expected a base > 0 to start the fit from (or fixed=True)")
         self.steps = 0
         """Steps observed; 0 for good when `fixed`."""
+        self.elapsed = 0.0
+        """Seconds that they took."""
+        self.plain_steps = 0
+        """Those of plain decoding."""
         self._fixed = fixed
+        self._given = prior
+        self._plain: deque[float] = deque(maxlen=PLAIN_STEPS)  # seconds / prior
         slope = max(prior.per_token, prior.base / BOUND_BY_PRODUCTS)
         self._scale: Array = np.array([prior.base, slope, *(slope for _ in HINGES), prior.per_kv_token])
         known = np.array([prior.base, prior.per_token, *(0.0 for _ in HINGES), prior.per_kv_token])
@@ -123,13 +134,20 @@ class CostModel:
                 seconds += bend * (tokens - hinge)
         return seconds
 
-    def observe(self, tokens: int, kv_tokens: float, seconds: float) -> None:
+    def plain_seconds(self, tokens: float, kv_tokens: float) -> float:
+        """Predicted time of a step in which every row decodes; arguments as in `seconds`."""
+        if not self._plain:
+            return self.seconds(tokens, kv_tokens)
+        return sorted(self._plain)[len(self._plain) // 2] * self._prior_seconds(tokens, kv_tokens)
+
+    def observe(self, tokens: int, kv_tokens: float, seconds: float, plain: bool = False) -> None:
         """Learns from one step; leave prefill steps out, they are another regime.
 
         Args:
             tokens: Query tokens in the step.
             kv_tokens: KV tokens that its rows read, summed over rows.
             seconds: What it took.
+            plain: Whether every row decoded, and none was scored.
 
         Raises:
             ValueError: The step was empty or took no time, or a number is not finite.
@@ -138,7 +156,11 @@ class CostModel:
             return
         if not (tokens >= 1 and 0 <= kv_tokens < math.inf and 0 < seconds < math.inf):
             raise ValueError(f"got {tokens} tokens, {kv_tokens} KV tokens and {seconds} seconds for a step")
+        if plain:
+            self.plain_steps += 1
+            self._plain.append(seconds / self._prior_seconds(tokens, kv_tokens))
         self.steps += 1
+        self.elapsed += seconds
         if self.steps > WARMUP_STEPS:
             self._errors.append(math.log(seconds / self.seconds(tokens, kv_tokens)))
             self._follow_drift()
@@ -150,6 +172,9 @@ class CostModel:
         self._weight += 1
         if self.steps >= WARMUP_STEPS:
             self._coefficients = None
+
+    def _prior_seconds(self, tokens: float, kv_tokens: float) -> float:
+        return self._given.base + self._given.per_token * tokens + self._given.per_kv_token * kv_tokens
 
     def _discount(self, factor: float) -> None:
         self._matrix *= factor

@@ -247,7 +247,8 @@ class Engine:
     def _record(self, batch: MixedBatch, decisions: list[Decision], started: float) -> None:
         ended = time.perf_counter()
         if not any(row.kind is RowKind.PREFILL for row in batch.rows):
-            self._cost_model.observe(batch.tokens, batch.tokens_read, ended - started)
+            plain = all(row.plain for row in batch.rows)
+            self._cost_model.observe(batch.tokens, batch.tokens_read, ended - started, plain)
         decided = []
         for decision in decisions:
             verified, record = decision.verified, decision.verified.record

@@ -238,7 +238,8 @@ class Pipeline:
                 committed.append(self._end_round(row, records[row.request.row], line, scores[first:]))
             first += row.queries
         if flight.steady:
-            self._parts.cost_model.observe(sum(row.queries for row in flight.rows), flight.tokens_read, seconds)
+            tokens, plain = sum(row.queries for row in flight.rows), all(row.plain for row in flight.rows)
+            self._parts.cost_model.observe(tokens, flight.tokens_read, seconds, plain)
         ended = time.perf_counter()
         decided = [records[slot] for slot in flight.bounds if slot in records]
         self._parts.recorder.step(ended - seconds, ended, list(records.values()), decided)

@@ -143,6 +143,11 @@ class Row:
         return cls(request, kind, queries, request.length, request.length + queries, scored)
 
     @property
+    def plain(self) -> bool:
+        """Whether this is a row of plain decoding."""
+        return self.kind is RowKind.DECODE and not self.scored
+
+    @property
     def finishes_prompt(self) -> bool:
         """Whether this is the last chunk of a prompt."""
         request = self.request

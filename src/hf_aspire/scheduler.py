@@ -9,6 +9,7 @@ from typing import Protocol
 from .acceptance import AcceptanceEstimator
 from .config import AspireConfig
 from .cost_model import CostModel
+from .guard import Guard
 from .request import RowKind
 
 # Drafting has to promise this many times the rate of plain decoding. Predicted step times are good to a few per cent
@@ -177,9 +178,12 @@ class Aspire:
         self._acceptance = acceptance
         self._max_draft = max_draft
         self._initial_draft = initial_draft
+        self._guard = Guard(cost)
 
     def decide(self, candidates: Sequence[Candidate]) -> list[RowKind | None]:
         """Each request drafts while another draft pays, or until others verify; then they do together."""
+        if candidates and self._guard.holds(len(candidates), sum(each.context for each in candidates)):
+            return [_verify(each) for each in candidates]
         spans = [self._span(candidate, len(candidates)) for candidate in candidates]
         pairs = list(zip(candidates, spans, strict=True))
         if any(each.drafted == span.best == 0 for each, span in pairs):
@@ -203,6 +207,7 @@ class Aspire:
 
     def observe(self, request: int, drafted: int, accepted: int) -> None:
         """Updates the acceptance: from the verified drafts, or by one plain step."""
+        self._guard.observe(drafted, accepted)
         if drafted > 0:
             self._acceptance.observe(request, drafted, accepted)
         else:

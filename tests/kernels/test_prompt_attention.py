@@ -13,9 +13,12 @@ PAGE, KV_HEADS, HEADS, SIZE = 16, 2, 8, 32
 DTYPES = [torch.float16, torch.bfloat16] + ([] if torch.cuda.is_available() else [torch.float32])
 
 
+@pytest.mark.parametrize("cudnn", [True, False] if torch.cuda.is_available() else [False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("start", "count"), [(0, 300), (64, 256), (301, 123)])
-def test_bulk_equals_the_reference(start, count, dtype, device):
+def test_bulk_equals_the_reference(start, count, dtype, cudnn, device, monkeypatch):
+    if not cudnn:
+        monkeypatch.setattr(prompt_attention, "_has_cudnn", lambda query, key: False)
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=generator).to(device, dtype)  # noqa: E731
     length, before, behind = start + count, 5, 9
