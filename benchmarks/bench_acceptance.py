@@ -212,7 +212,7 @@ def report(output: Path) -> None:
     """Prints the tables of a CSV file and draws its picture."""
     found = read_csv(output)
     facts = json.loads(output.with_suffix(".json").read_text(encoding="utf-8"))
-    budgets = sorted({row["budget"] for row in found if row["policy"] == "window"})
+    budgets = sorted({row["budget"] for row in found if row["policy"] not in ("verify", FULL)})
     middle = budgets[len(budgets) // 2]
     title = (
         f"{facts['model']}, {facts['dtype']}, {len(facts['texts'])} texts x {facts['positions_per_text']} positions, "
