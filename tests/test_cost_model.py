@@ -119,6 +119,16 @@ def test_a_change_of_one_cost_is_followed(change: dict[str, float]) -> None:
     assert worst_error(model, device(**change), probes) < 0.08
 
 
+def test_a_pause_counts_as_at_most_three_steps() -> None:
+    rng, truth, model = random.Random(0), device(), CostModel(PRIOR)
+    steps = [mixed_step(rng) for _ in range(100)]
+    teach(model, truth, steps, rng)
+    elapsed, predicted = model.elapsed, model.seconds(*steps[0])
+    assert elapsed == pytest.approx(sum(truth(*step) for step in steps), rel=0.05)
+    model.observe(*steps[0], 1000 * predicted)
+    assert model.elapsed - elapsed == pytest.approx(3 * predicted)
+
+
 @pytest.mark.parametrize("factor", [20.0, 1000.0, 0.05])
 @pytest.mark.parametrize("count", [1, 2])
 def test_outliers_do_not_wreck_the_fit(factor: float, count: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_aspire.cost_model import CostModel, StepCost
+from hf_aspire.cost_model import WARMUP_STEPS, CostModel, StepCost
 from hf_aspire.guard import GOOD_FOR, HOLD, LONGEST_HOLD, PROBE_STEPS, PROBED, WINDOW_STEPS, Guard
 
 BATCH, CONTEXT = 16, 16 * 30_000.0
@@ -13,8 +13,11 @@ PLAIN = CostModel(PRIOR, fixed=True).seconds(BATCH, CONTEXT)
 class Loop:
     """Steps of rounds of three drafts, all kept, of a quarter of the batch each, at a pace relative to plain steps."""
 
-    def __init__(self, fixed: bool = False) -> None:
+    def __init__(self, fixed: bool = False, read: float = CONTEXT / 2) -> None:
         self.cost = CostModel(PRIOR, fixed)
+        self.read = read
+        for _ in range(WARMUP_STEPS):
+            self.cost.observe(2 * BATCH, read, PLAIN)
         self.guard = Guard(self.cost)
 
     def plain_step(self, seconds: float = PLAIN) -> None:
@@ -22,7 +25,7 @@ class Loop:
             self.guard.observe(0, 0)
         self.cost.observe(BATCH, CONTEXT, seconds, plain=True)
 
-    def step(self, pace: float, batch: int = BATCH, timed: bool = True, read: float = CONTEXT / 2) -> bool:
+    def step(self, pace: float, batch: int = BATCH, timed: bool = True) -> bool:
         """Runs a step as the guard wants it, a speculating one at `pace` times plain's rate; whether it was held.
 
         By the prior, a plain step takes `PLAIN / prior(read)` as long as a speculating one.
@@ -33,11 +36,11 @@ class Loop:
         for _ in range(batch // 4):
             self.guard.observe(3, 3)
         if timed:
-            self.cost.observe(2 * batch, read, PLAIN / pace)
+            self.cost.observe(2 * batch, self.read, PLAIN / pace)
         return False
 
-    def run(self, pace: float, steps: int, **options: float) -> list[bool]:
-        return [self.step(pace, **options) for _ in range(steps)]
+    def run(self, pace: float, steps: int) -> list[bool]:
+        return [self.step(pace) for _ in range(steps)]
 
 
 def lengths(held: list[bool]) -> list[int]:
@@ -74,7 +77,7 @@ def test_plain_decoding_is_measured_where_the_gain_is_doubtful() -> None:
     assert lengths(Loop().run(1.8, steps)) == [PROBED]
     held = Loop().run(0.9, steps)
     assert lengths(held) == [steps - held.index(True)], "what was measured before the probe is judged behind it"
-    assert not any(Loop().run(0.9, steps, read=CONTEXT / 8)), "plain steps would have to be three times too dear"
+    assert not any(Loop(read=CONTEXT / 8).run(0.9, steps)), "plain steps would have to be three times too dear"
 
 
 def test_a_probe_that_times_nothing_ends() -> None:

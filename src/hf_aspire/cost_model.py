@@ -38,6 +38,8 @@ MOST_FASTER = 1.5
 # 5 that far, 10 % noise does about once in a million steps, and a real change shows after 3 steps.
 DRIFT_STEPS = 5
 DRIFT_FACTOR = 1.3
+# What is counted of a step at most, in predicted times: pauses of the machine are not the steps' doing.
+MOST_ELAPSED = 3.0
 # Plain steps whose median says how long the next one takes.
 PLAIN_STEPS = 5
 # Observations that the past is worth after a drift: it still separates the coefficients until there is something
@@ -102,7 +104,7 @@ class CostModel:
         self.steps = 0
         """Steps observed; 0 for good when `fixed`."""
         self.elapsed = 0.0
-        """Seconds that they took."""
+        """Seconds that they took, without pauses."""
         self.plain_steps = 0
         """Those of plain decoding."""
         self._fixed = fixed
@@ -160,11 +162,13 @@ class CostModel:
             self.plain_steps += 1
             self._plain.append(seconds / self._prior_seconds(tokens, kv_tokens))
         self.steps += 1
-        self.elapsed += seconds
+        counted = seconds
         if self.steps > WARMUP_STEPS:
+            counted = min(seconds, MOST_ELAPSED * self.seconds(tokens, kv_tokens))
             self._errors.append(math.log(seconds / self.seconds(tokens, kv_tokens)))
             self._follow_drift()
             seconds = max(seconds, self.seconds(tokens, kv_tokens) / MOST_FASTER)
+        self.elapsed += counted
         row = np.array([1.0, tokens, *(max(tokens - hinge, 0) for hinge in HINGES), kv_tokens]) * self._scale / seconds
         self._discount(MEMORY)
         self._matrix += np.outer(row, row)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .cost_model import CostModel
+from .cost_model import WARMUP_STEPS, CostModel
 
 # A window of speculation is judged when it holds so many rounds, whose tokens then average to about a tenth of their
 # mean, and so many steps.
@@ -92,8 +92,9 @@ class Guard:
             return None
         seconds, timed = self._cost.elapsed - self._started, self._cost.steps - self._first
         rate = None
-        # Steps that compiled or captured are not timed, but their tokens were counted.
-        if self._drafted >= LEAST_DRAFTED * self._rounds and timed >= LEAST_TIMED * self._steps:
+        # Steps that captured a graph are not timed, but their tokens were counted; a call's first ones may compile.
+        drafts, usual = self._drafted >= LEAST_DRAFTED * self._rounds, self._first >= WARMUP_STEPS
+        if drafts and usual and timed >= LEAST_TIMED * self._steps:
             rate = self._tokens / self._row_steps * timed / seconds
         self._restart(batch)
         return rate
