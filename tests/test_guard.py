@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hf_aspire.cost_model import WARMUP_STEPS, CostModel, StepCost
-from hf_aspire.guard import GOOD_FOR, HOLD, LONGEST_HOLD, PROBE_STEPS, PROBED, WINDOW_STEPS, Guard
+from hf_aspire.guard import GOOD_FOR, HOLD, LONGEST_HOLD, MEASURED_BY, PROBE_STEPS, PROBED, WINDOW_STEPS, Guard
 
 BATCH, CONTEXT = 16, 16 * 30_000.0
 PRIOR = StepCost(2e-3, 1e-5, 3e-8)
@@ -80,10 +80,10 @@ def test_plain_decoding_is_measured_where_the_gain_is_doubtful() -> None:
     assert not any(Loop(read=CONTEXT / 8).run(0.9, steps)), "plain steps would have to be three times too dear"
 
 
-def test_a_probe_that_times_nothing_ends() -> None:
+def test_a_probe_that_times_nothing_ends_and_is_not_repeated_soon() -> None:
     loop = Loop()
     held = 0
-    for _ in range(WINDOW_STEPS + 2 * PROBE_STEPS):
+    for _ in range(GOOD_FOR):
         if loop.guard.holds(BATCH, CONTEXT):
             held += 1
         else:
@@ -91,6 +91,42 @@ def test_a_probe_that_times_nothing_ends() -> None:
                 loop.guard.observe(3, 3)
             loop.cost.observe(2 * BATCH, CONTEXT / 2, PLAIN / 1.5)
     assert held == PROBE_STEPS
+
+
+def test_plain_decoding_is_measured_once_in_a_long_call_whatever_the_gain() -> None:
+    assert lengths(Loop(read=CONTEXT / 8).run(3.0, 2 * MEASURED_BY)) == [PROBED]
+
+
+def test_drafts_under_way_are_neither_paid_nor_credited() -> None:
+    """All rows draft for seven steps and verify in the eighth; windows end wherever they do."""
+    loop = Loop()
+    loop.plain_step()
+    for step in range(400):
+        assert not loop.guard.holds(BATCH, CONTEXT)
+        if step % 8 == 7:
+            for _ in range(BATCH):
+                loop.guard.observe(7, 7)
+        loop.cost.observe(2 * BATCH, CONTEXT / 2, PLAIN / 1.05)
+
+
+def test_outcomes_that_come_a_step_late_make_no_loss() -> None:
+    loop, late = Loop(), 0
+    loop.plain_step()
+    for _ in range(200):
+        assert not loop.guard.holds(BATCH, CONTEXT)
+        for _ in range(late):
+            loop.guard.observe(3, 3)
+        if late:
+            loop.cost.observe(2 * BATCH, CONTEXT / 2, PLAIN / 1.02)
+        late = BATCH // 4
+
+
+def test_a_probe_of_another_batch_is_dropped() -> None:
+    loop = Loop()
+    while not loop.step(1.4):
+        pass
+    held = [loop.step(1.4, batch=BATCH // 4) for _ in range(HOLD)]
+    assert sum(held) <= PROBE_STEPS
 
 
 def test_what_was_not_timed_or_holds_no_drafts_or_another_batch_is_not_judged() -> None:

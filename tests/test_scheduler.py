@@ -276,7 +276,7 @@ def test_hardly_slower_where_steps_that_speculate_are_dearer(speculating: float,
         fit=fit,
         speculating=speculating * plain,
     )
-    assert run.tokens / run.seconds > 0.88 * 16 / plain
+    assert run.tokens / run.seconds > 0.85 * 16 / plain
     if (speculating, context, alpha) == (0.3, 30_000, 0.95):  # 1.37 unguarded
         assert run.tokens / run.seconds > 1.3 * 16 / plain
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .cost_model import WARMUP_STEPS, CostModel
 
 # A window of speculation is judged when it holds so many rounds, whose tokens then average to about a tenth of their
-# mean, and so many steps.
+# mean, one per row at least, and so many steps.
 WINDOW_ROUNDS, WINDOW_STEPS = 48, 12
 # Shares of a window's rounds that must hold drafts (else its steps are of plain decoding, more or less), and of its
 # steps that must have been timed.
@@ -13,8 +13,9 @@ LEAST_DRAFTED = 0.25
 LEAST_TIMED = 0.75
 # Plain decoding is measured where speculation is faster than its predicted rate by less than this. Predicted from
 # steps that draft and verify, plain steps come out too dear, by a quarter for 27 requests of 32k tokens (8B shape,
-# H200); up to a factor of two, every loss is found.
+# H200); up to a factor of two, every loss is found at once, and any after so many steps.
 DOUBTFUL = 2.0
+MEASURED_BY = 512
 # Plain steps that are enough, at most so many to get them (new shapes are not timed), and how long they are good for.
 PROBED, PROBE_STEPS, GOOD_FOR = 2, 6, 512
 # Steps of plain decoding after speculation lost; twice as many each time that it loses again, up to a limit.
@@ -46,6 +47,7 @@ class Guard:
         self._rounds += 1
         self._drafted += drafted > 0
         self._tokens += accepted + 1
+        self._row_steps += drafted + 1
 
     def holds(self, batch: int, context: float) -> bool:
         """Whether every row of the next step is to decode, or to verify what it holds.
@@ -56,23 +58,29 @@ class Guard:
         """
         self._since_plain = 0 if self._cost.plain_steps > self._plain_steps else self._since_plain + 1
         self._plain_steps = self._cost.plain_steps
+        changed = abs(batch - self._batch) > self._batch // 10
+        if self._probing and changed:  # what made the probe was of another batch
+            self._probing, self._left = False, 0
         if self._probing and self._plain_steps >= self._enough:
             self._left = 0
         if self._left:
             self._left -= 1
             self._restart(batch)
             return True
-        if abs(batch - self._batch) > self._batch // 10:
+        if changed:
             self._restart(batch)
+            return False  # nothing was heard of this step yet
         if self._probing:
             self._probing = False
             return self._loses(self._doubted, batch, context)
         rate = self._rate(batch)
         if rate is None:
             return False
-        if self._since_plain >= GOOD_FOR and rate * self._cost.plain_seconds(batch, context) < DOUBTFUL:
+        doubtful = rate * self._cost.plain_seconds(batch, context) < DOUBTFUL
+        doubtful |= self._plain_steps == 0 and self._since_plain >= GOOD_FOR + MEASURED_BY
+        if self._since_plain >= GOOD_FOR and doubtful:
             self._probing, self._doubted, self._left = True, rate, PROBE_STEPS - 1
-            self._enough = self._plain_steps + PROBED
+            self._enough, self._since_plain = self._plain_steps + PROBED, 0
             return True
         return self._plain_steps > 0 and self._loses(rate, batch, context)
 
@@ -85,10 +93,12 @@ class Guard:
         return True
 
     def _rate(self, batch: int) -> float | None:
-        """Tokens per second and row of a full window, which ends there; None where there is none."""
+        """Tokens per second and row of a full window, which ends there; None where there is none.
+
+        Tokens per step and row are those of the rounds that ended: drafts under way are neither paid nor credited.
+        """
         self._steps += 1
-        self._row_steps += batch
-        if self._rounds < WINDOW_ROUNDS or self._steps < WINDOW_STEPS:
+        if self._rounds < max(WINDOW_ROUNDS, batch) or self._steps < WINDOW_STEPS:
             return None
         seconds, timed = self._cost.elapsed - self._started, self._cost.steps - self._first
         rate = None
