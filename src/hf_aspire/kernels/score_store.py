@@ -2,8 +2,8 @@
 
 A weight is known only relative to the maximum met so far; the final log-sum-exp comes when all pieces are merged. A
 byte holds five bits of exponent and three of mantissa: within 1/16 of a weight, down to 2^-32 of the largest one. That
-is as close as logits of 10 and more in bfloat16, at half the bytes, and it is bytes that scores cost: few writes among
-many reads take several times their share of the memory's time.
+is what rounding a logit of 32 or more to bfloat16 does to its weight, and it is bytes that scores cost: few writes
+among many reads take several times their share of the memory's time.
 
 Layout: `[score slots, blocks, Hkv, scored queries * group, block_n // unit]`. What a program writes per block, and
 what the reduction reads of one, is one piece. Where the unit is one token, tokens 2i, 2i + 1, h + 2i, h + 2i + 1 of a
