@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ import triton
 import typer
 from rich.console import Console
 from rich.table import Table
-from shapes import kv_bytes, prompts, random_model
+from shapes import SHAPES, kv_bytes, prompts, random_model
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 import hf_aspire
@@ -43,6 +44,8 @@ from hf_aspire.request import RowKind
 from hf_aspire.testing import random_context, replay_acceptance
 
 MOST = 15
+OWN = "its own"
+"""What a real model's acceptance is called."""
 PROFILES = {
     ".975": [0.975] * MOST,
     ".95 to .85": np.linspace(0.95, 0.85, MOST + 1).tolist(),
@@ -221,8 +224,8 @@ def compare(
     base = ours(case, new // 2, [1.0], {"schedule": "autoregressive"})
     results.append(base.entry("autoregressive"))
     batch, length = case.ids.shape
-    for name in profiles if case.replayed else ["its own"]:
-        profile = PROFILES.get(name, [1.0])
+    for name in profiles if case.replayed else [OWN]:
+        profile = PROFILES[name] if case.replayed else []
         measured = {schedule: ours(case, new, profile, SCHEDULES[schedule]) for schedule in schedules}
         bound: dict[str, Any] = {}
         if case.replayed:
@@ -231,6 +234,12 @@ def compare(
             bound = {"ideal": ideal, "ideal_drafts": drafts}
         results += [run.entry(f"{schedule}, {name}") | bound for schedule, run in measured.items()]
     return results
+
+
+def check_names(option: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Refuses names that an option does not know, before any work."""
+    if unknown := sorted(set(names) - set(known)):
+        raise typer.BadParameter(f"got {', '.join(unknown)}; expected {', '.join(known)}", param_hint=option)
 
 
 def table_of(results: list[dict[str, Any]], title: str) -> Table:
@@ -263,6 +272,10 @@ def main(
     output: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
     """Measures one model at every context."""
+    names = [name for name in profiles.split(",") if name]
+    check_names("--profiles", names, PROFILES)
+    check_names("--schedule", schedule, SCHEDULES)
+    check_names("--shape", [shape], SHAPES)
     torch.manual_seed(0)
     loaded = load_model(model, gguf, "cuda", "bfloat16") if model or gguf else None
     network = loaded.model if loaded else random_model(shape)
@@ -272,7 +285,7 @@ def main(
         room = 0.88 * free_memory(torch.device("cuda"))
         rows = int(room / (kv_bytes(network) * (length + new + 32))) if batch == "fit" else int(batch)
         case = Case.of_text(loaded, rows, length) if loaded else Case.of_shape(network, rows, length)
-        results = compare(case, new, [each for each in profiles.split(",") if each], schedule, plain_tokens)
+        results = compare(case, new, names, schedule, plain_tokens)
         Console(width=110).print(table_of(results, f"{name}, {rows} x {length}"))
         cases.append({"batch": rows, "context": length, "results": results})
         hf_aspire.release(network)
