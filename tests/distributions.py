@@ -11,7 +11,7 @@ import torch
 from kit import VOCABULARY
 from torch import Tensor
 
-from hf_aspire.sampling import row_key
+from hf_aspire.noise import row_key
 
 SAMPLINGS = ("coupled", "rejection")
 

@@ -8,7 +8,7 @@ import torch
 from distributions import chi_square_p, keys_of
 from torch import Tensor
 
-from hf_aspire.sampling import Draws, Purpose, row_key
+from hf_aspire.noise import Draws, Purpose, row_key
 
 
 def draws_on(keys: Tensor, positions: int | Tensor = 0, rounds: int | Tensor = 0) -> Draws:

@@ -9,7 +9,8 @@ import torch
 from distributions import chi_square_p, count, keys_of, total_variation
 from torch import Tensor
 
-from hf_aspire.sampling import Draws, Purpose, RejectionSampler
+from hf_aspire.noise import Draws, Purpose
+from hf_aspire.sampling import RejectionSampler
 
 
 def outcomes(p: Tensor, q: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from hf_aspire.sampling import ArgmaxSampler, Draws, RejectionSampler, Sampler, make_sampler
+from hf_aspire.noise import Draws
+from hf_aspire.sampling import ArgmaxSampler, RejectionSampler, Sampler, make_sampler
 
 DRAWS = 200_000
 CHUNK = 10_000

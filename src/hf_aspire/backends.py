@@ -13,11 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from . import noise
 from .attention import scaling_of, split_heads
 from .batch import MixedBatch
 from .cache import AspireCache, LayerSpec
 from .config import AspireConfig
 from .kernels import reference
+from .noise import Draw
 from .request import Row, RowKind
 from .selection import ContextPolicy
 from .side_streams import SideStreams
@@ -48,6 +50,15 @@ class BackendChoice:
 
     name: str
     reason: str
+
+    @property
+    def draw(self) -> Draw:
+        """How they draw tokens."""
+        if self.name != "triton":
+            return noise.gumbel_argmax
+        from .kernels.gumbel import gumbel_argmax  # imports triton, which a CPU need not have
+
+        return gumbel_argmax
 
 
 def choose_backend(config: AspireConfig, layers: Sequence[LayerSpec]) -> BackendChoice:

@@ -8,6 +8,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from .queries import Queries
 from .request import Request
 
 
@@ -76,45 +77,28 @@ class DeviceState:
         page = (tokens // self.page_size).clamp(max=self.page_table.shape[1] - 1)
         return self.page_table[slots, page].long() * self.page_size + tokens % self.page_size
 
-    def commit(self, slots: Tensor, tokens: Tensor, committed: Tensor) -> None:
-        """Makes tokens part of their requests.
-
-        Args:
-            slots: `[V]` int64.
-            tokens: `[V, n]` int64, written behind the last committed ones.
-            committed: `[V]` int64, how many of them stay; what lies behind is overwritten later.
-        """
-        first = self.fields[slots, Field.COLUMN] + self.fields[slots, Field.GENERATED]
-        columns = first[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        self.history[slots[:, None], columns.clamp(max=self.history.shape[1] - 1)] = tokens
-        self.fields[slots, Field.LENGTH] += committed
-        self.fields[slots, Field.GENERATED] += committed
-
-    def settle(self, tokens: Tensor, rows: Tensor, ids: Tensor, chosen: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-        """Accepts the drafts that agree with what was chosen, and commits; drafts of draft rows are noted.
+    def queries(self, tokens: Tensor, rows: Tensor, most: Tensor) -> Queries:
+        """The queries of a step.
 
         Args:
             tokens: `[T, 4]` int32: slot, tokens ahead of its last committed one, row, query of the row.
-            rows: `[R, 5]` int32: slot, tokens ahead, first token, drafts (-1: it drafts), accepted drafts if forced.
-            ids: `[T]` int64, what was fed.
-            chosen: `[T]` int64, the tokens behind.
-            most: `[n]` 0 ... n - 1 for the most drafts of a row.
-
-        Returns:
-            `[T]` tokens behind the queries as they stay, and `[R]` accepted drafts.
+            rows: `[R, 6]` int32: slot, tokens ahead, first token, drafts (-1: it drafts), accepted drafts if forced
+                (else -1), round.
+            most: `[n]` 0 ... n - 1 for the most queries of a row.
         """
-        slot, ahead, row, query = tokens.long().unbind(1)
-        owner, _, first, drafts, forced = rows.long().unbind(1)
-        following = ids.roll(-1)
-        place = (first[:, None] + most).clamp(max=len(ids) - 1)
-        agree = (chosen[place] == following[place]) & (most < drafts[:, None])
-        accepted = agree.long().cumprod(1).sum(1)
-        accepted = torch.where(forced >= 0, forced, accepted)
-        text = torch.where(query < accepted[row], following, chosen)
-        fields = self.fields[slot]
-        column = fields[:, Field.COLUMN] + fields[:, Field.GENERATED] + ahead
-        self.history[slot, column.clamp(max=self.history.shape[1] - 1)] = text
-        committed = torch.where(drafts >= 0, accepted + 1, 0)
-        self.fields[:, Field.LENGTH].index_add_(0, owner, committed)
-        self.fields[:, Field.GENERATED].index_add_(0, owner, committed)
-        return text, accepted
+        slots, ahead, row, depths = tokens.long().unbind(1)
+        owners, held, first, drafts, forced, rounds = rows.long().unbind(1)
+        fields = self.fields[slots]
+        positions = fields[:, Field.GENERATED] + ahead
+        columns = (fields[:, Field.COLUMN] + positions).clamp(max=self.history.shape[1] - 1)
+        following = self.history[slots, columns]
+        return Queries(
+            slots, positions, columns, following, row, depths, owners, first, held, drafts, forced, rounds[row], most
+        )
+
+    def settle(self, queries: Queries, text: Tensor, accepted: Tensor) -> None:
+        """Writes the tokens `[T]` behind the queries down, and commits the accepted drafts `[R]` and one more."""
+        self.history[queries.slots, queries.columns] = text
+        committed = torch.where(queries.drafting, 0, accepted + 1)
+        self.fields[:, Field.LENGTH].index_add_(0, queries.owners, committed)
+        self.fields[:, Field.GENERATED].index_add_(0, queries.owners, committed)

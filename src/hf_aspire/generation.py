@@ -17,10 +17,10 @@ from .attention import switch
 from .call import Call
 from .compat import CACHE_NAME, GenerateDecoderOnlyOutput
 from .model_checks import is_training
+from .noise import row_key
 from .probe import check_model, probe_model
 from .prompt import Prompt, read_prompt
 from .request import Request
-from .sampling import row_key
 from .session import Session
 from .stats import AspireStats
 

@@ -1,12 +1,12 @@
-"""CUDA graphs of forwards: captured the second time that a shape is seen, replayed from then on."""
+"""CUDA graphs: captured the second time that something runs, replayed from then on."""
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,8 +14,10 @@ from torch import Tensor
 from .kernels.work import bucket
 from .side_streams import one_capture
 
+K = TypeVar("K", bound=Hashable)
+
 MOST_GRAPHS = 96
-"""Shapes beyond which new ones run without a graph: each takes memory, and capturing takes time."""
+"""Keys beyond which new ones run without a graph: each takes memory, and capturing takes time."""
 _ROOM = 4
 """By how much the tables of a captured shape may exceed what is needed; an item without work returns at once."""
 _PATIENCE = 4
@@ -89,11 +91,11 @@ class Needs(NamedTuple):
 @dataclass(frozen=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    logits: Tensor
+    result: Tensor
 
 
-class Graphs:
-    """The captured forwards of one model and one set of tables. They share a memory pool: one runs at a time.
+class Captures(Generic[K]):
+    """Captured work of one model and one set of tables, by key. It shares a memory pool: one runs at a time.
 
     Args:
         enabled: Whether to capture at all.
@@ -101,12 +103,72 @@ class Graphs:
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
-        self._captured: dict[Shape, _Captured] = {}
-        self._seen: Counter[Shape] = Counter()
-        self._waited: Counter[Shape] = Counter()
+        self._captured: dict[K, _Captured] = {}
+        self._seen: Counter[K] = Counter()
 
     def __len__(self) -> int:
         return len(self._captured)
+
+    def knows(self, key: K) -> bool:
+        """Whether running this neither compiles nor captures anything."""
+        return key in self._captured or (not self.enabled and self._seen[key] > 0)
+
+    def run(self, key: K, forward: Callable[[], Tensor]) -> Tensor:
+        """Runs what reads and writes at addresses that its key determines.
+
+        Returns:
+            Its result, which the next one may overwrite.
+        """
+        captured = self._captured.get(key)
+        if captured is None and self.enabled and self._seen[key] and len(self._captured) < MOST_GRAPHS:
+            captured = self._capture(key, forward)
+        self._seen[key] += 1
+        if captured is None:
+            return forward()
+        captured.graph.replay()
+        return captured.result
+
+    def _capture(self, key: K, forward: Callable[[], Tensor]) -> _Captured | None:
+        graph = torch.cuda.CUDAGraph()
+        pool = next((entry.graph.pool() for entry in self._captured.values()), None)
+        raised: BaseException | None = None
+        try:
+            # A capture that fails leaves its own stream as the current one; the outer block puts the caller's back.
+            with (
+                one_capture,
+                torch.cuda.stream(torch.cuda.current_stream()),
+                torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+            ):
+                try:
+                    result = forward()
+                except BaseException as error:
+                    raised = error  # ending a capture in its middle may raise another one in its place
+                    raise
+        except Exception as error:
+            reason = raised or error
+            if not isinstance(reason, Exception):
+                raise reason from None
+            self.enabled = False
+            warnings.warn(
+                f"hf_aspire runs without CUDA graphs: capturing a step failed, {type(reason).__name__}: {reason}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return None
+        self._captured[key] = _Captured(graph, result)
+        return self._captured[key]
+
+
+class Graphs(Captures[Shape]):
+    """The captured forwards of one model and one set of tables.
+
+    Args:
+        enabled: Whether to capture at all.
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        super().__init__(enabled)
+        self._waited: Counter[Shape] = Counter()
 
     def shape_for(self, needs: Needs) -> Shape:
         """The shape that a step takes: a captured one, or at last one of its own.
@@ -125,55 +187,6 @@ class Graphs:
             self._waited[least] += 1
             return fitting[0]
         return least
-
-    def knows(self, shape: Shape) -> bool:
-        """Whether running a shape neither compiles nor captures anything."""
-        return shape in self._captured or (not self.enabled and self._seen[shape] > 0)
-
-    def run(self, shape: Shape, forward: Callable[[], Tensor]) -> Tensor:
-        """Runs a forward whose every input and output lies at addresses that its shape determines.
-
-        Returns:
-            Its result, which the next forward may overwrite.
-        """
-        captured = self._captured.get(shape)
-        if captured is None and self.enabled and self._seen[shape] and len(self._captured) < MOST_GRAPHS:
-            captured = self._capture(shape, forward)
-        self._seen[shape] += 1
-        if captured is None:
-            return forward()
-        captured.graph.replay()
-        return captured.logits
-
-    def _capture(self, shape: Shape, forward: Callable[[], Tensor]) -> _Captured | None:
-        graph = torch.cuda.CUDAGraph()
-        pool = next((entry.graph.pool() for entry in self._captured.values()), None)
-        raised: BaseException | None = None
-        try:
-            # A capture that fails leaves its own stream as the current one; the outer block puts the caller's back.
-            with (
-                one_capture,
-                torch.cuda.stream(torch.cuda.current_stream()),
-                torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
-            ):
-                try:
-                    logits = forward()
-                except BaseException as error:
-                    raised = error  # ending a capture in its middle may raise another one in its place
-                    raise
-        except Exception as error:
-            reason = raised or error
-            if not isinstance(reason, Exception):
-                raise reason from None
-            self.enabled = False
-            warnings.warn(
-                f"hf_aspire runs without CUDA graphs: capturing a forward failed, {type(reason).__name__}: {reason}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            return None
-        self._captured[shape] = _Captured(graph, logits)
-        return self._captured[shape]
 
 
 def _is_near(least: Shape, shape: Shape) -> bool:

@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .choice import Choice
 from .decoding import Decoding
 from .device_lists import DeviceLists
-from .device_state import DeviceState, Field
+from .device_state import DeviceState
 from .request import Committed, Row, RowKind
-from .sampling import Draws
 from .stats import RowRecord
-from .step_tables import Plan, StepTables
+from .step_tables import StepTables
 from .testing import Replay
 from .verification import check_choice
 
@@ -40,7 +40,7 @@ class _Flight:
         bounds: Queries of the full rows, by request slot: what they may commit.
         padded: Query tokens, T, those that fill the batch up included.
         tokens_read: KV tokens that attention reads, averaged over layers.
-        outcome: What `StepTables.settle` returns, on the host once `done`.
+        outcome: What `Choice.settle` returns, on the host once `done`.
         done: When the outcome is there.
         steady: Whether its time is that of such a step, without compiling or capturing.
     """
@@ -80,23 +80,29 @@ class Pipeline:
     """Plans one step ahead.
 
     Args:
-        decoding: The call's parts; its processors must look at scores alone.
+        decoding: The call's parts.
         tables: Builds a step's tables.
         state: The requests on the device.
         lists: Their sparse lists.
+        choice: Chooses the tokens of a step.
         replay: Acceptance drawn from a profile, for benchmarks, or None.
     """
 
     def __init__(
-        self, decoding: Decoding, tables: StepTables, state: DeviceState, lists: DeviceLists, replay: Replay | None
+        self,
+        decoding: Decoding,
+        tables: StepTables,
+        state: DeviceState,
+        lists: DeviceLists,
+        choice: Choice,
+        replay: Replay | None,
     ) -> None:
         self._parts = decoding
         self._tables = tables
         self._state = state
         self._lists = lists
+        self._choice = choice
         self._replay = replay
-        # The highest logit, unprocessed: the forward's graph can choose and commit by itself.
-        self._settles = decoding.sampler.takes_highest and not decoding.processing
         self._flight: _Flight | None = None
         self._last: _Moment | None = None
 
@@ -140,10 +146,9 @@ class Pipeline:
             [self._parts.contexts.listed(row.request, row.context) if draft else 0 for row, draft in pairs]
         )
         read = sum(self._parts.contexts.tokens_read(row.request) if draft else row.context for row, draft in pairs)
-        choice = None if self._settles else _choices(rows)
-        plan = self._tables.plan(rows, listed, self._forced(rows), choice)
-        result, steady = self._parts.runner.forward_planned(plan, self._tables)
-        outcome = (result if self._settles else self._decide(plan, result, rows)).to("cpu", non_blocking=True)
+        plan = self._tables.plan(rows, listed, self._forced(rows), self._choice.in_forward)
+        result, steady = self._parts.runner.forward_planned(plan, self._tables, self._choice)
+        outcome = result.to("cpu", non_blocking=True)
         done = _Moment(result.device)
         drafts: dict[int, list[int]] = {}
         bounds: dict[int, int] = {}
@@ -172,51 +177,6 @@ class Pipeline:
                 if row.kind is not RowKind.DRAFT:
                     forced[index] = self._replay.accepted(row.queries - 1)
         return forced
-
-    def _decide(self, plan: Plan, logits: Tensor, rows: Sequence[Row]) -> Tensor:
-        """Drafts, accepts and commits on the device, by the sampler; returns what `StepTables.settle` does."""
-        drafting, checked, full = (part.long() for part in plan.parts[plan.tables :])
-        text = torch.zeros(plan.shape.tokens, dtype=torch.int64, device=logits.device)
-        accepted = torch.zeros(len(plan.parts[1]), dtype=torch.int64, device=logits.device)
-        best = torch.zeros(plan.shape.tokens, dtype=torch.float32, device=logits.device)
-        if checked.numel():
-            most = max(row.queries for row in rows if row.kind is not RowKind.DRAFT)
-            tokens, kept, best[checked[0]] = self._check(logits, plan, checked, full, most)
-            text[checked[0]] = tokens[checked[4], checked[2]]
-            accepted[full[2]] = kept
-        if drafting.numel():
-            text[drafting[0]] = self._draft(logits, drafting)
-        return torch.cat([text, accepted, best.view(torch.int32).long()])
-
-    def _draft(self, logits: Tensor, drafting: Tensor) -> Tensor:
-        index, slots, depths, rounds = drafting
-        fields = self._state.fields[slots]
-        positions = fields[:, Field.GENERATED] + depths
-        draws = Draws(self._state.noise_keys[slots], positions, rounds)
-        tokens = self._parts.sampler.draft(self._parts.processing.warp(logits[index]), draws, slots, depths)
-        self._state.history[slots, fields[:, Field.COLUMN] + positions] = tokens
-        return tokens
-
-    def _check(
-        self, logits: Tensor, plan: Plan, checked: Tensor, full: Tensor, most: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens `[V, most]` and accepted drafts `[V]` of the full rows, highest scores `[K]` of their queries."""
-        index, slot_of, ahead, rounds, _ = checked
-        slots, counts, rows = full
-        draws = Draws(self._state.noise_keys[slot_of], self._state.fields[slot_of, Field.GENERATED] + ahead, rounds)
-        fields = self._state.fields[slots]
-        depth = torch.arange(most, device=logits.device)
-        columns = (fields[:, Field.COLUMN] + fields[:, Field.GENERATED])[:, None] + depth
-        drafts = self._state.history[slots[:, None], columns.clamp(max=self._state.history.shape[1] - 1)]
-        drafts = torch.where(depth < (counts - 1)[:, None], drafts, -1)
-        outcome = self._parts.sampler.verify(
-            self._parts.processing.warp(logits[index]), draws, drafts[:, :-1], counts, slots
-        )
-        forced = plan.parts[1][rows, 4].long()
-        accepted = torch.where(forced >= 0, forced, outcome.accepted)
-        tokens = torch.where(depth < accepted[:, None], drafts, outcome.tokens)
-        self._state.commit(slots, tokens, accepted + 1)
-        return tokens, accepted, outcome.best
 
     def _collect(self, flight: _Flight) -> list[Committed]:
         """Reads a step's outcome: corrects the bounds, ends texts, and teaches the schedule and the cost model."""
@@ -272,28 +232,3 @@ class Pipeline:
             if not self._parts.planner.after_end.stay:
                 self._parts.planner.finish(request)
         return Committed(request, tokens, stopped)
-
-
-def _choices(rows: Sequence[Row]) -> list[NDArray[np.int32]]:
-    """Where the logits of a step lie, and whose they are.
-
-    Returns:
-        `[4, D]` of the draft rows: token, slot, draft of its round, round. `[5, K]` of the full rows' queries: token,
-        slot, query, round, full row. `[3, V]` of the full rows: slot, queries, row.
-    """
-    drafting: list[tuple[int, ...]] = []
-    checked: list[tuple[int, ...]] = []
-    full: list[tuple[int, ...]] = []
-    first = 0
-    for index, row in enumerate(rows):
-        request = row.request
-        if row.kind is RowKind.DRAFT:
-            drafting.append((first, request.row, len(request.drafts), request.rounds))
-        else:
-            checked += [(first + k, request.row, k, request.rounds, len(full)) for k in range(row.queries)]
-            full.append((request.row, row.queries, index))
-        first += row.queries
-    return [
-        np.array(entries, dtype=np.int32).reshape(-1, width).T
-        for entries, width in ((drafting, 4), (checked, 5), (full, 3))
-    ]

@@ -7,7 +7,7 @@ column, on the rows that stand there, each with its own padded prefix (drafts in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,17 @@ _WARPERS = (
     stock.LogitNormalization,
     stock.SuppressTokensLogitsProcessor,
     *([stock.TopHLogitsWarper] if hasattr(stock, "TopHLogitsWarper") else []),
+)
+# Those of them that wait for nothing on a GPU, so that they can be captured.
+_CAPTURED = (
+    stock.TemperatureLogitsWarper,
+    stock.TopKLogitsWarper,
+    stock.TopPLogitsWarper,
+    stock.MinPLogitsWarper,
+    stock.TypicalLogitsWarper,
+    stock.EpsilonLogitsWarper,
+    stock.InfNanRemoveLogitsProcessor,
+    stock.LogitNormalization,
 )
 # Pure functions of a row's own text and scores.
 _READERS = (
@@ -90,6 +101,15 @@ class Processing:
     def warps_only(self) -> bool:
         """Whether all processors are functions of the scores alone."""
         return all(type(processor) in _WARPERS for processor in self._processors)
+
+    @property
+    def key(self) -> tuple[Hashable, ...] | None:
+        """What they do, if it can be captured: the same for processors that do the same. None: it cannot."""
+        settings = [tuple(sorted(vars(processor).items())) for processor in self._processors]
+        plain = all(isinstance(value, int | float | None) for pairs in settings for _, value in pairs)
+        if not plain or not all(type(processor) in _CAPTURED for processor in self._processors):
+            return None
+        return tuple(zip(map(type, self._processors), settings, strict=True))
 
     def warp(self, logits: Tensor) -> Tensor:
         """The scores `[K, V]` float32 of logits, whoever's they are; for processors that are `warps_only`."""

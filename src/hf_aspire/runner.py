@@ -17,6 +17,7 @@ from .graphs import Graphs
 from .request import RowKind
 
 if TYPE_CHECKING:
+    from .choice import Choice
     from .step_tables import Plan, StepTables  # they import triton, which a CPU need not have
 
 
@@ -71,21 +72,24 @@ class Runner:
         return logits.to(batch.token_ids.device)
 
     @torch.no_grad()
-    def forward_planned(self, plan: Plan, tables: StepTables) -> tuple[Tensor, bool]:
-        """One forward of a planned step, and the lists that its scores make.
+    def forward_planned(self, plan: Plan, tables: StepTables, choice: Choice) -> tuple[Tensor, bool]:
+        """One forward of a planned step, the lists that its scores make, and the tokens that its logits choose.
 
         Returns:
-            What `StepTables.settle` does if the plan settles, else logits `[T, V]` of all tokens; valid until the next
-            forward. And whether nothing was compiled or captured.
+            What `Choice.settle` does; valid until the next forward. And whether nothing was compiled or captured.
         """
         steady = self._graphs.knows(plan.shape)
-        return self._graphs.run(plan.shape, lambda: self._planned(plan, tables)), steady
+        result = self._graphs.run(plan.shape, lambda: self._planned(plan, tables, choice))
+        if plan.shape.settles:
+            return result, steady
+        steady = steady and choice.knows(plan, result)
+        return choice.run(plan, tables, result), steady
 
-    def _planned(self, plan: Plan, tables: StepTables) -> Tensor:
+    def _planned(self, plan: Plan, tables: StepTables, choice: Choice) -> Tensor:
         token_ids, position_ids = tables.fill(plan)
         logits = self._forward(position_ids, {"input_ids": token_ids}, compiled=True)
         tables.renew(plan)
-        return tables.settle(plan, token_ids, logits) if plan.shape.settles else logits
+        return choice.settle(tables.queries(plan), logits) if plan.shape.settles else logits
 
     def _forward(self, position_ids: Tensor, inputs: dict[str, Any], compiled: bool) -> Tensor:
         logits = None

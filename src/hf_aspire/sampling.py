@@ -1,4 +1,4 @@
-"""Counter-based noise, and the rules that turn logits into drafted and committed tokens.
+"""The rules that turn scores into drafted and committed tokens.
 
 Greedy decoding and `coupled` sampling share one rule: draft and target both take the argmax of their scores plus the
 same noise (none when greedy); the target's choice is committed, and a draft counts as accepted where both agree. The
@@ -10,75 +10,17 @@ is not is replaced by a draw from max(p - q, 0), and behind a fully accepted dra
 
 from __future__ import annotations
 
-import hashlib
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15, the increment of SplitMix64
-_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
-_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
-
-
-class Purpose(IntEnum):
-    """What a random number is for. `coupled` uses TARGET alone, for drafts too."""
-
-    TARGET = 1
-    DRAFT = 2
-    ACCEPT = 3
-    RESIDUAL = 4
-
-
-def row_key(seed: int, prompt: bytes, occurrence: int) -> int:
-    """Signed 64-bit key of a row: seed, the prompt's visible tokens, and which of its equal rows this is."""
-    digest = hashlib.blake2b(digest_size=8, person=b"hf_aspire")
-    digest.update(int(seed).to_bytes(16, "little", signed=True))
-    digest.update(int(occurrence).to_bytes(8, "little"))
-    digest.update(prompt)
-    return int.from_bytes(digest.digest(), "little", signed=True)
-
-
-def _shift_right(value: Tensor, bits: int) -> Tensor:
-    """Logical shift of signed 64-bit integers."""
-    return (value >> bits).bitwise_and_((1 << (64 - bits)) - 1)
-
-
-def _mix(value: Tensor) -> Tensor:
-    """The output function of SplitMix64: a bijection whose outputs pass as random. int64 products wrap."""
-    value = _shift_right(value, 30).bitwise_xor_(value).mul_(_MIX_1)
-    value = _shift_right(value, 27).bitwise_xor_(value).mul_(_MIX_2)
-    return _shift_right(value, 31).bitwise_xor_(value)
-
-
-@dataclass(frozen=True)
-class Draws:
-    """Where K draws stand: rows' keys, positions among the generated tokens, rounds; all `[K]` int64."""
-
-    keys: Tensor
-    positions: Tensor
-    rounds: Tensor
-
-    def pick(self, index: Tensor) -> Draws:
-        """Some of them."""
-        return Draws(self.keys[index], self.positions[index], self.rounds[index])
-
-    def uniform(self, purpose: Purpose, count: int, *, by_round: bool) -> Tensor:
-        """`[K, count]` float64 in (0, 1), a function of (key, position, purpose[, round]) and the column alone."""
-        state = _mix(self.keys + _GOLDEN * (self.positions + 1))
-        rounds = self.rounds + 1 if by_round else torch.zeros_like(self.rounds)
-        state = _mix(state + _GOLDEN * (int(purpose) + 8 * rounds))
-        columns = torch.arange(1, count + 1, dtype=torch.int64, device=state.device)
-        bits = _mix(state[:, None] + _GOLDEN * columns)
-        return _shift_right(bits, 12).to(torch.float64).add_(0.5).mul_(2.0**-52)
-
-    def gumbel(self, purpose: Purpose, count: int, *, by_round: bool) -> Tensor:
-        """`[K, count]` float64 Gumbel noise."""
-        return self.uniform(purpose, count, by_round=by_round).log_().neg_().log_().neg_()
+from .noise import Draw, Draws, Purpose, gumbel_argmax
+from .queries import Queries
 
 
 @dataclass(frozen=True)
@@ -93,6 +35,21 @@ class Outcome:
 
     accepted: Tensor
     tokens: Tensor
+    best: Tensor
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What the rows of a step decided, drafts included.
+
+    Attributes:
+        text: `[T]` int64, the tokens behind the queries as they stay.
+        accepted: `[R]` int64, drafts kept.
+        best: `[T]` highest scores; NaN if any is.
+    """
+
+    text: Tensor
+    accepted: Tensor
     best: Tensor
 
 
@@ -123,6 +80,15 @@ class Sampler(Protocol):
             slots: `[V]` request slots.
         """
 
+    def settle(self, scores: Tensor, draws: Draws, queries: Queries) -> Settled:
+        """Drafts and decides all rows of a step that only the device knows; waits for nothing, so it can be captured.
+
+        Args:
+            scores: `[T, V]` processed; float32 unless `takes_highest`.
+            draws: T draws.
+            queries: The step.
+        """
+
     def step(self, scores: Tensor, draws: Draws, drafts: Tensor, depths: Tensor) -> Tensor:
         """Decides one position of every request slot.
 
@@ -143,12 +109,22 @@ class Sampler(Protocol):
     def takes_highest(self) -> bool:
         """Whether it always chooses the highest score."""
 
+    @property
+    def key(self) -> Hashable:
+        """What `settle` does, and the memory of its own that it works on: a captured one serves all of one key."""
+
 
 class ArgmaxSampler:
-    """Greedy decoding, or `coupled` sampling when `sample`."""
+    """Greedy decoding, or `coupled` sampling when `sample`.
 
-    def __init__(self, sample: bool) -> None:
+    Args:
+        sample: Whether to add noise.
+        draw: Adds it.
+    """
+
+    def __init__(self, sample: bool, draw: Draw = gumbel_argmax) -> None:
         self._sample = sample
+        self._draw = draw
 
     def draft(self, scores: Tensor, draws: Draws, slots: Tensor, depths: Tensor) -> Tensor:
         """See `Sampler`."""
@@ -160,6 +136,12 @@ class ArgmaxSampler:
         tokens = _by_row(chosen, counts, drafts.shape[1] + 1)
         return Outcome(_leading(tokens[:, :-1] == drafts, counts - 1), tokens, best)
 
+    def settle(self, scores: Tensor, draws: Draws, queries: Queries) -> Settled:
+        """See `Sampler`."""
+        chosen, best = self._choose(scores, draws)
+        accepted = queries.accepted(chosen == queries.following)
+        return Settled(queries.text(accepted, chosen), accepted, best)
+
     def step(self, scores: Tensor, draws: Draws, drafts: Tensor, depths: Tensor) -> Tensor:
         """See `Sampler`."""
         return self._choose(scores, draws)[0]
@@ -168,6 +150,11 @@ class ArgmaxSampler:
     def takes_highest(self) -> bool:
         """See `Sampler`."""
         return not self._sample
+
+    @property
+    def key(self) -> Hashable:
+        """See `Sampler`."""
+        return "coupled" if self._sample else "greedy"
 
     def can_choose(self, best: float) -> bool:
         """See `Sampler`. Plain greedy decoding takes the first token where all are -inf, and so do we."""
@@ -178,8 +165,7 @@ class ArgmaxSampler:
         if not self._sample:
             best = scores.max(-1)  # the first of equals, as `argmax`, and on a CPU in a third of its time
             return best.indices, best.values
-        noise = draws.gumbel(Purpose.TARGET, scores.shape[1], by_round=False)
-        return (scores + noise).argmax(-1), scores.amax(-1)
+        return self._draw(scores, draws, Purpose.TARGET, by_round=False), scores.amax(-1)
 
 
 class RejectionSampler:
@@ -190,16 +176,20 @@ class RejectionSampler:
         max_draft: Most drafts per round.
         vocabulary: Size of a distribution.
         device: Where scores live.
+        draw: Draws tokens.
     """
 
-    def __init__(self, requests: int, max_draft: int, vocabulary: int, device: torch.device) -> None:
-        self._proposed = torch.zeros(requests, max_draft, vocabulary, dtype=torch.float32, device=device)
+    def __init__(
+        self, requests: int, max_draft: int, vocabulary: int, device: torch.device, draw: Draw = gumbel_argmax
+    ) -> None:
+        # One more slot for the rows that fill a step up.
+        self._proposed = torch.zeros(requests + 1, max_draft, vocabulary, dtype=torch.float32, device=device)
+        self._draw = draw
 
     def draft(self, scores: Tensor, draws: Draws, slots: Tensor, depths: Tensor) -> Tensor:
         """See `Sampler`."""
-        proposed, tokens = torch.softmax(scores, -1), _draw(scores, draws, Purpose.DRAFT)
-        surely = F.one_hot(tokens, scores.shape[1]).to(proposed)  # scores without a number leave nothing to chance
-        self._proposed[slots, depths] = torch.where(proposed.isnan(), surely, proposed)
+        tokens = self._draw(scores, draws, Purpose.DRAFT, by_round=True)
+        self._note(slots, depths, torch.softmax(scores, -1), tokens)
         return tokens
 
     def replace(self, slot: int, depth: int, token: int) -> None:
@@ -222,10 +212,28 @@ class RejectionSampler:
             q = self._proposed[slots[:, None], depth, known]
             accepted = _leading(uniform * q < p, counts - 1)
         last = starts + accepted
-        final = self._final(scores[last], target[last], draws.pick(last), accepted < counts - 1, slots, accepted)
+        purpose = torch.where(accepted < counts - 1, Purpose.RESIDUAL, Purpose.TARGET)
+        final = self._final(scores[last], target[last], draws.pick(last), purpose, slots, accepted)
         tokens = torch.cat([drafts, drafts.new_zeros(rows, 1)], 1)
         tokens[torch.arange(rows, device=counts.device), accepted] = final
         return Outcome(accepted, tokens, scores.amax(-1))
+
+    def settle(self, scores: Tensor, draws: Draws, queries: Queries) -> Settled:
+        """See `Sampler`. Every row draws one token: its draft, or the one behind the drafts that it keeps."""
+        nobody = len(self._proposed) - 1
+        target = torch.softmax(scores, -1)
+        known = queries.following
+        p = target.gather(1, known[:, None])[:, 0]
+        place = queries.slots.clamp(max=nobody), queries.depths.clamp(max=self._proposed.shape[1] - 1)
+        uniform = draws.uniform(Purpose.ACCEPT, 1, by_round=True)[:, 0]
+        accepted = queries.accepted(uniform * self._proposed[*place, known] < p)
+        last = queries.first + accepted
+        decided = torch.where(accepted < queries.drafts, Purpose.RESIDUAL, Purpose.TARGET)
+        purpose = torch.where(queries.drafting, Purpose.DRAFT, decided)
+        slots, target = queries.owners.clamp(max=nobody), target[last]  # rows that are not used point at any query
+        final = self._final(scores[last], target, draws.pick(last), purpose, slots, accepted)
+        self._note(torch.where(queries.drafting, slots, nobody), queries.held, target, final)
+        return Settled(queries.text(accepted, final[queries.rows]), accepted, scores.amax(-1))
 
     def step(self, scores: Tensor, draws: Draws, drafts: Tensor, depths: Tensor) -> Tensor:
         """See `Sampler`."""
@@ -235,8 +243,8 @@ class RejectionSampler:
         depths = depths.clamp(max=self._proposed.shape[1] - 1)
         uniform = draws.uniform(Purpose.ACCEPT, 1, by_round=True)[:, 0]
         kept = has_draft & (uniform * self._proposed[slots, depths, known] < target[slots, known])
-        final = self._final(scores, target, draws, has_draft & ~kept, slots, depths)
-        return torch.where(kept, known, final)
+        purpose = torch.where(has_draft & ~kept, Purpose.RESIDUAL, Purpose.TARGET)
+        return torch.where(kept, known, self._final(scores, target, draws, purpose, slots, depths))
 
     @property
     def takes_highest(self) -> bool:
@@ -247,30 +255,42 @@ class RejectionSampler:
         """See `Sampler`."""
         return math.isfinite(best)
 
+    @property
+    def key(self) -> Hashable:
+        """See `Sampler`."""
+        return "rejection", self._proposed.data_ptr(), self._proposed.shape
+
+    def _note(self, slots: Tensor, depths: Tensor, proposed: Tensor, tokens: Tensor) -> None:
+        """Keeps the distributions `[K, V]` that drafts were drawn from."""
+        surely = F.one_hot(tokens, proposed.shape[1]).to(proposed)  # scores without a number leave nothing to chance
+        self._proposed[slots, depths] = torch.where(proposed.isnan(), surely, proposed)
+
     def _final(
-        self, scores: Tensor, target: Tensor, draws: Draws, rejected: Tensor, slots: Tensor, depth: Tensor
+        self, scores: Tensor, target: Tensor, draws: Draws, purpose: Tensor, slots: Tensor, depth: Tensor
     ) -> Tensor:
-        """The token behind the accepted drafts: from what q lacks after a rejection, from p after full acceptance."""
-        bonus = _draw(scores, draws, Purpose.TARGET)
-        if not rejected.is_cuda and not bool(rejected.any()):  # a GPU would have to be waited for
-            return bonus
-        proposed = self._proposed[slots, depth.clamp(max=self._proposed.shape[1] - 1)]
-        residual = (target - proposed).clamp(min=0)
-        empty = residual.sum(-1, keepdim=True) == 0
-        return torch.where(rejected, _draw(torch.where(empty, target, residual).log(), draws, Purpose.RESIDUAL), bonus)
+        """One token per row: from what q lacks for purpose RESIDUAL (a draft was rejected), else from p."""
+        rejected = (purpose == Purpose.RESIDUAL)[:, None]
+        if rejected.is_cuda or bool(rejected.any()):  # a GPU would have to be waited for
+            proposed = self._proposed[slots, depth.clamp(max=self._proposed.shape[1] - 1)]
+            residual = (target - proposed).clamp(min=0)
+            empty = residual.sum(-1, keepdim=True) == 0
+            scores = torch.where(rejected, torch.where(empty, target, residual).log(), scores)
+        return self._draw(scores, draws, purpose, by_round=True)
 
 
 def make_sampler(
-    sample: bool, kind: str, requests: int, max_draft: int, vocabulary: int, device: torch.device
+    sample: bool,
+    kind: str,
+    requests: int,
+    max_draft: int,
+    vocabulary: int,
+    device: torch.device,
+    draw: Draw = gumbel_argmax,
 ) -> Sampler:
     """The sampler of a call: greedy, `"coupled"` or `"rejection"`."""
     if sample and kind == "rejection":
-        return RejectionSampler(requests, max_draft, vocabulary, device)
-    return ArgmaxSampler(sample)
-
-
-def _draw(scores: Tensor, draws: Draws, purpose: Purpose) -> Tensor:
-    return (scores + draws.gumbel(purpose, scores.shape[1], by_round=True)).argmax(-1)
+        return RejectionSampler(requests, max_draft, vocabulary, device, draw)
+    return ArgmaxSampler(sample, draw)
 
 
 def _by_row(values: Tensor, counts: Tensor, most: int) -> Tensor:

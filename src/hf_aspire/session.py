@@ -77,7 +77,8 @@ class Session:
         contexts = SparseContexts(config, policy, rows, longest, device)
         cost_model = _cost_model(config, call.model, facts)
         schedule = make_schedule(config, cost_model)
-        sampler = make_sampler(call.samples, config.sampling, rows, config.max_draft, facts.vocabulary, device)
+        drafts, words = config.max_draft, facts.vocabulary
+        sampler = make_sampler(call.samples, config.sampling, rows, drafts, words, device, kernels.draw)
         processing = Processing(pure_processors(call.processors), self._history, width)
         ahead = config.max_draft + 1 if self._together else 0
         after_end = AfterEnd(self._whole, call.pad_token if self._stays else None, ahead)

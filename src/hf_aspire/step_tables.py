@@ -22,6 +22,7 @@ from .kernels import work
 from .kernels.mixed_attention import Partials
 from .kernels.score_store import RawScores
 from .kernels.tiles import Tile
+from .queries import Queries
 from .request import Row, RowKind
 from .triton_backend import Tables, TritonBackend, View
 
@@ -54,19 +55,18 @@ class StepTables:
         device = state.fields.device
         entries = _ENTRIES + _ENTRIES_PER_SLOT * most * (state.filler + 1) // 16
         self._buffer = torch.zeros(entries, dtype=torch.int32, device=device)
+        self._parts_of: dict[Shape, tuple[list[int], list[Tensor]]] = {}
         self._partials_of: dict[tuple[int, int, int], Partials] = {}
         self._scores_of: dict[tuple[int, int], tuple[RawScores, Tensor]] = {}
 
-    def plan(
-        self, rows: Sequence[Row], listed: NDArray[np.int64], forced: NDArray[np.int64], choice: Sequence[Array] | None
-    ) -> Plan:
+    def plan(self, rows: Sequence[Row], listed: NDArray[np.int64], forced: NDArray[np.int64], settles: bool) -> Plan:
         """The tables of rows, cut on the host and on their way to the device.
 
         Args:
             rows: The rows; starts and lengths are upper bounds.
             listed: Upper bounds of the listed tokens of every row, 0 where it reads its whole context.
             forced: Drafts that are accepted of every row whatever the logits say, -1 where they decide.
-            choice: Further arrays to send along for who chooses the tokens; None: the highest logits, in the forward.
+            settles: Whether the forward chooses and commits the tokens, too.
         """
         backend, count = self._backend, sum(row.queries for row in rows)
         tile = backend.tile(max(row.queries for row in rows))
@@ -79,7 +79,7 @@ class StepTables:
             cuts.append(backend.cut(table, tile))
             score_slots = max(score_slots, 0 if scored is None else len(scored))
         needed = tuple((cut.used_items, cut.used_merges) for cut in cuts)
-        shape = self._graphs.shape_for(Needs(count, tile.block_m, score_slots, choice is None, needed, per_tile))
+        shape = self._graphs.shape_for(Needs(count, tile.block_m, score_slots, settles, needed, per_tile))
 
         filling = shape.tokens - count
         parts = self._who(rows, filling, forced)
@@ -92,15 +92,15 @@ class StepTables:
                 _filled(np.zeros(0, dtype=np.int32) if scored is None else scored, shape.scored, -1),
             ]
         scored_views = tuple(scored is not None for _, scored in tables)
-        return Plan(shape, tile, scored_views, self._send([*parts, *(choice or ())]), len(parts))
+        return Plan(shape, tile, scored_views, self._send(shape, parts))
 
     def _who(self, rows: Sequence[Row], filling: int, forced: NDArray[np.int64]) -> list[NDArray[np.integer]]:
         """Whose the tokens are.
 
         Returns:
-            `[T, 4]` of the tokens: slot, tokens ahead of its last committed one, row, query of the row. `[R, 5]` of
-            the rows: slot, tokens ahead of the first query, first token, drafts (-1: it drafts), forced. Rows that are
-            not used are the filling slot's, and so is the last entry, to which the filling tokens belong.
+            `[T, 4]` of the tokens: slot, tokens ahead of its last committed one, row, query of the row. `[R, 6]` of
+            the rows: slot, tokens ahead of the first query, first token, drafts (-1: it drafts), forced, round. Rows
+            that are not used are the filling slot's, and so is the last entry, to which the filling tokens belong.
         """
         queries = np.array([row.queries for row in rows])
         first = np.cumsum(queries) - queries
@@ -111,10 +111,11 @@ class StepTables:
         repeated = [np.repeat(values, queries) for values in (slots, aheads, np.arange(len(rows)))]
         tokens = np.stack([repeated[0], repeated[1] + steps, repeated[2], steps], 1)
         last = self._state.filler + 1
-        table = np.stack([slots, aheads, first, drafts, forced], 1)
+        rounds = [row.request.rounds for row in rows]
+        table = np.stack([slots, aheads, first, drafts, forced, rounds], 1)
         return [
             _filled(tokens, len(tokens) + filling, [self._state.filler, 0, last, 0]),
-            _filled(table, last + 1, [self._state.filler, 0, 0, -1, -1]),
+            _filled(table, last + 1, [self._state.filler, 0, 0, -1, -1, 0]),
         ]
 
     def _filled_up(
@@ -134,7 +135,7 @@ class StepTables:
 
     def fill(self, plan: Plan) -> tuple[Tensor, Tensor]:
         """Completes a plan's tables on the device and gives them to the kernels; token and position ids `[1, T]`."""
-        tokens, row_state, *parts = plan.parts[: plan.tables]
+        tokens, row_state, *parts = plan.parts
         ids, positions, places = self._state.pack(tokens)
         slot, ahead = row_state[:, :2].long().unbind(1)
         views = {}
@@ -166,21 +167,9 @@ class StepTables:
         scored = self._state.fields[chosen[:, 0], Field.LENGTH] + chosen[:, 1] + 1
         self._lists.renew(scores, chosen[:, 0], scored)
 
-    def settle(self, plan: Plan, ids: Tensor, logits: Tensor) -> Tensor:
-        """Commits the tokens with the highest logits.
-
-        Args:
-            plan: The step.
-            ids: `[1, T]`, what was fed.
-            logits: `[T, V]`.
-
-        Returns:
-            What a step tells the host, one int64 tensor: `[T]` tokens behind the queries, `[R]` accepted drafts of
-            the rows, `[T]` bits of the highest scores as float32.
-        """
-        best = logits.max(-1)  # the first of equals, NaN before all: as plain's argmax
-        text, accepted = self._state.settle(plan.parts[0], plan.parts[1], ids[0], best.indices, self._most)
-        return torch.cat([text, accepted, best.values.float().view(torch.int32).long()])
+    def queries(self, plan: Plan) -> Queries:
+        """The queries of a step that was filled in and not settled yet."""
+        return self._state.queries(plan.parts[0], plan.parts[1], self._most)
 
     def _rows(self, table: Tensor, slot: Tensor, ahead: Tensor) -> Tensor:
         """A row table with the starts and lengths that the requests have."""
@@ -207,20 +196,21 @@ class StepTables:
             self._scores_of[key] = raw, self._backend.no_scores(slots, self._longest)
         return self._scores_of[key]
 
-    def _send(self, arrays: Sequence[NDArray[np.integer]]) -> list[Tensor]:
-        """Copies arrays to the device in one piece, each at the next multiple of 16 bytes."""
-        starts = np.cumsum([0, *(-(-array.size // 4) * 4 for array in arrays)])
-        assert starts[-1] <= len(self._buffer)
-        on_gpu = self._buffer.is_cuda
-        staging = torch.empty(int(starts[-1]), dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+    def _send(self, shape: Shape, arrays: Sequence[NDArray[np.integer]]) -> list[Tensor]:
+        """Copies arrays to the device in one piece, to places that follow from the shape."""
+        if shape not in self._parts_of:
+            starts = np.cumsum([0, *(-(-array.size // 4) * 4 for array in arrays)]).tolist()
+            assert starts[-1] <= len(self._buffer)
+            pairs = zip(arrays, starts, strict=False)
+            views = [self._buffer[start : start + array.size].view(array.shape) for array, start in pairs]
+            self._parts_of[shape] = starts, views
+        starts, views = self._parts_of[shape]
+        staging = torch.empty(starts[-1], dtype=torch.int32, device="cpu", pin_memory=self._buffer.is_cuda)
         flat = staging.numpy()
         for array, start in zip(arrays, starts, strict=False):
             flat[start : start + array.size] = array.reshape(-1)
         self._buffer[: len(staging)].copy_(staging, non_blocking=True)
-        return [
-            self._buffer[start : start + array.size].view(array.shape)
-            for array, start in zip(arrays, starts.tolist(), strict=False)
-        ]
+        return views
 
 
 @dataclass(frozen=True)
@@ -231,15 +221,13 @@ class Plan:
         shape: Sizes of the tables.
         tile: Shapes of the kernel's blocks.
         scored_views: For each view, whether rows are scored in it.
-        parts: All arrays, on the device.
-        tables: How many of them are tables; the others were sent along.
+        parts: All tables, on the device.
     """
 
     shape: Shape
     tile: Tile
     scored_views: tuple[bool, ...]
     parts: list[Tensor]
-    tables: int
 
 
 def _ahead(row: Row) -> int:

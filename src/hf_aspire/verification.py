@@ -15,10 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .noise import Draws
 from .outputs import Outputs
 from .processing import Processing
 from .request import Request, Row
-from .sampling import Draws, Sampler
+from .sampling import Sampler
 from .stats import RowRecord
 from .testing import Replay
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from .cache import AspireCache, LayerSpec
 from .capacity import allowed_pages, page_count
+from .choice import Choice
 from .compat import PreTrainedModel
 from .compiled import CompiledSteps, compile_obstacle, replay_obstacle
 from .config import AspireConfig
@@ -25,7 +26,7 @@ from .decoding import Decoding
 from .device_lists import DeviceLists
 from .device_state import DeviceState
 from .fingerprint import fingerprint
-from .graphs import Graphs
+from .graphs import Captures, Graphs
 from .memory import Sizes
 from .pipeline import Pipeline
 from .runner import Runner
@@ -78,6 +79,17 @@ class Workspace:
             most = config.max_draft + 1
             self.tables = StepTables(self.backend, self.state, self.lists, self.graphs, sizes.longest, most)
         self.steps = CompiledSteps(model) if compiles else None
+        self._choices: tuple[Hashable, Captures[Hashable]] = (None, Captures(False))
+
+    def choice(self, decoding: Decoding) -> Choice:
+        """What chooses a call's tokens, with the graphs of the last call if it chooses as that did."""
+        captures = Captures[Hashable](False)
+        if decoding.processing.key is not None:
+            key = decoding.processing.key, decoding.sampler.key
+            if key != self._choices[0]:
+                self._choices = key, Captures(self.graphs.enabled)
+            captures = self._choices[1]
+        return Choice(self.state, decoding.processing, decoding.sampler, captures)
 
     def rest(self) -> None:
         """Ends a call's use, whose last step the device may still be working on."""
@@ -201,7 +213,7 @@ class LeasedMemory:
     def pipeline(self, decoding: Decoding, replay: Replay | None) -> Pipeline:
         """See `Memory`."""
         work = self._workspace
-        return Pipeline(decoding, work.tables, work.state, work.lists, replay)
+        return Pipeline(decoding, work.tables, work.state, work.lists, work.choice(decoding), replay)
 
     def close(self) -> None:
         """Keeps the workspace for the model's next call."""

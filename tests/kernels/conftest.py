@@ -15,6 +15,7 @@ if importlib.util.find_spec("triton") is None:
         "combine",
         "compiled",
         "device_lists",
+        "gumbel",
         "many_calls",
         "mixed_attention",
         "parallel_products",

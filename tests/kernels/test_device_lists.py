@@ -110,8 +110,13 @@ def test_tokens_are_packed_as_on_the_host(size: int, device: torch.device) -> No
 def test_committed_tokens_follow_the_last_ones(device: torch.device) -> None:
     requests = [request_of(0, 60, 4, 4), request_of(2, 90, 9, 4)]
     state = state_of(requests, 4, device)
-    tokens = torch.tensor([[11, 12, 13], [21, 22, 23]], device=device)
-    state.commit(torch.tensor([0, 2], device=device), tokens, torch.tensor([2, 1], device=device))
+    # The first verifies two drafts and keeps one of them; the second makes its third draft; nobody owns the last row.
+    tokens = torch.tensor([[0, 0, 0, 0], [0, 1, 0, 1], [0, 2, 0, 2], [2, 2, 1, 0], [SLOTS, 0, 2, 0]], device=device)
+    rows = torch.tensor([[0, 0, 0, 2, -1, 0], [2, 2, 3, -1, -1, 0], [SLOTS, 0, 0, -1, -1, 0]], device=device)
+    queries = state.queries(tokens.int(), rows.int(), torch.arange(4, device=device))
+    text, accepted = torch.tensor([11, 12, 13, 21, 99], device=device), torch.tensor([1, 0, 0], device=device)
+    state.settle(queries, text, accepted)
     assert state.history[0, WIDTH + 4 : WIDTH + 6].tolist() == [11, 12]
-    assert state.history[2, WIDTH + 9].item() == 21
-    assert state.fields[0, :2].tolist() == [62, 6] and state.fields[2, :2].tolist() == [91, 10]
+    assert state.history[2, WIDTH + 9 : WIDTH + 12].tolist() == [0, 0, 21]
+    assert state.fields[0, :2].tolist() == [62, 6] and state.fields[2, :2].tolist() == [90, 9]
+    assert state.fields[SLOTS].tolist() == [0] * len(Field)

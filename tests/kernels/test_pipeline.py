@@ -140,6 +140,30 @@ def test_sampled_text_is_that_of_the_reference(model: LlamaForCausalLM, sampling
     assert torch.equal(*texts)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("sampling", ["coupled", "rejection"])
+def test_captured_choices_are_those_of_the_call_at_hand(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, sampling: str
+) -> None:
+    """Whatever an earlier call drew by: graphs of choices go on where the next call chooses alike."""
+    found, batch = made(monkeypatch), ragged((50, 30))
+
+    def text(seed: int, words: dict[str, Any], **fields: Any) -> torch.Tensor:
+        config = settings(schedule="fixed", sampling=sampling, seed=seed, **fields)
+        return run(model, batch, config, max_new_tokens=40, top_k=20, remove_invalid_values=True, **words)[0]
+
+    cold, warm = ({"do_sample": True, "temperature": value, "top_p": 0.9} for value in (0.7, 1.3))
+    calls = [(1, cold), (1, cold), (2, cold), (2, warm), (2, {"do_sample": False}), (1, cold)]
+    expected = [text(*call, cuda_graphs=False) for call in calls]
+    captured = []
+    for call, plain_text in zip(calls, expected, strict=True):
+        assert torch.equal(text(*call), plain_text)
+        captured.append(found[-1]._choices[1])
+    assert len(found) == 2 and all(len(graphs) for graphs in captured)
+    if sampling == "coupled":  # the drafts' distributions of `rejection` may lie elsewhere in the next call
+        assert captured[0] is captured[2] is not captured[3]
+
+
 def test_rows_that_wait_for_pages_start_when_others_end(model: LlamaForCausalLM) -> None:
     batch = ragged((40, 33, 20))
     memory = 4 * 16 * sum(2 * 1 * 16 * 4 for _ in range(2))  # four pages: one row at a time, or the last with another
