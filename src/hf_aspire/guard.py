@@ -39,7 +39,7 @@ class Guard:
         self._probing = False
         self._enough = 0  # plain steps at which a probe ends
         self._doubted = 0.0  # the rate that made it
-        self._plain_steps, self._since_plain = 0, GOOD_FOR
+        self._plain_steps, self._since_plain = cost.plain_steps, GOOD_FOR
         self._restart(0)
 
     def observe(self, drafted: int, accepted: int) -> None:

@@ -13,6 +13,7 @@ from .backends import TorchBackend
 from .cache import AspireCache, LayerSpec
 from .compat import PreTrainedModel
 from .config import AspireConfig
+from .cost_model import CostModel
 from .runner import Runner
 from .selection import ContextPolicy
 
@@ -52,10 +53,12 @@ class Memory(Protocol):
     Attributes:
         cache: Page pools.
         history: `[requests, columns]` int64: padded prompts, committed tokens, drafts.
+        cost_model: What steps on it were seen to take, kept as long as it is; None until somebody asks.
     """
 
     cache: AspireCache
     history: Tensor
+    cost_model: CostModel | None
 
     def runner(self, model: PreTrainedModel, keeps_logits: bool) -> Runner:
         """Runs the model on these pools."""
@@ -88,6 +91,7 @@ class HostMemory:
     ) -> None:
         self.cache = AspireCache(layers, sizes.pages, config.page_size, sizes.slots, sizes.pages_per_request)
         self.history = torch.zeros(sizes.slots, sizes.columns, dtype=torch.int64, device=device)
+        self.cost_model: CostModel | None = None
         self._policy = policy
 
     def runner(self, model: PreTrainedModel, keeps_logits: bool) -> Runner:

@@ -75,7 +75,7 @@ class Session:
         self._history[:, :width] = call.input_ids.to(device)
         longest = max(request.kept + request.limit for request in requests)
         contexts = SparseContexts(config, policy, rows, longest, device)
-        cost_model = _cost_model(config, call.model, facts)
+        cost_model = _cost_model(config, call.model, facts, memory)
         schedule = make_schedule(config, cost_model)
         drafts, words = config.max_draft, facts.vocabulary
         sampler = make_sampler(call.samples, config.sampling, rows, drafts, words, device, kernels.draw)
@@ -230,9 +230,11 @@ class Session:
         return torch.cat([self._call.input_ids, new.to(self._call.input_ids.device)], 1)
 
 
-def _cost_model(config: AspireConfig, model: PreTrainedModel, facts: ModelFacts) -> CostModel:
+def _cost_model(config: AspireConfig, model: PreTrainedModel, facts: ModelFacts, memory: Memory) -> CostModel:
     if config.cost is not None:
         return CostModel(StepCost(*config.cost), fixed=True)
     if config.schedule != "aspire":  # nobody asks; a unit cost spares the measurement
         return CostModel(StepCost(1.0, 0.0, 0.0), fixed=True)
-    return CostModel(prior_cost(model, facts.layers))
+    if memory.cost_model is None:
+        memory.cost_model = CostModel(prior_cost(model, facts.layers))
+    return memory.cost_model

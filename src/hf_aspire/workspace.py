@@ -22,6 +22,7 @@ from .choice import Choice
 from .compat import PreTrainedModel
 from .compiled import CompiledSteps, compile_obstacle, replay_obstacle
 from .config import AspireConfig
+from .cost_model import CostModel
 from .decoding import Decoding
 from .device_lists import DeviceLists
 from .device_state import DeviceState
@@ -79,6 +80,7 @@ class Workspace:
             most = config.max_draft + 1
             self.tables = StepTables(self.backend, self.state, self.lists, self.graphs, sizes.longest, most)
         self.steps = CompiledSteps(model) if compiles else None
+        self.cost_model: CostModel | None = None
         self._choices: tuple[Hashable, Captures[Hashable]] = (None, Captures(False))
 
     def choice(self, decoding: Decoding) -> Choice:
@@ -204,6 +206,15 @@ class LeasedMemory:
         self._workspace = workspace
         self.cache = workspace.cache
         self.history = workspace.state.history[: needed.slots]
+
+    @property
+    def cost_model(self) -> CostModel | None:
+        """See `Memory`. Calls on the same workspace have the same kernels, and mostly the same step times."""
+        return self._workspace.cost_model
+
+    @cost_model.setter
+    def cost_model(self, model: CostModel | None) -> None:
+        self._workspace.cost_model = model
 
     def runner(self, model: PreTrainedModel, keeps_logits: bool) -> Runner:
         """See `Memory`."""

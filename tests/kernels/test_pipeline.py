@@ -164,6 +164,18 @@ def test_captured_choices_are_those_of_the_call_at_hand(
         assert captured[0] is captured[2] is not captured[3]
 
 
+def test_the_next_call_knows_what_steps_take(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, batch, config = made(monkeypatch), ragged((40, 20)), settings(schedule="aspire", context="refresh")
+    run(model, batch, settings(schedule="fixed", context="refresh"), max_new_tokens=6)
+    assert found[0].cost_model is None  # nobody asked
+    run(model, batch, config, max_new_tokens=6)
+    known = found[0].cost_model
+    assert known is not None and known.steps > 0
+    steps = known.steps
+    run(model, batch, config, max_new_tokens=6)
+    assert len(found) == 1 and found[0].cost_model is known and known.steps > steps
+
+
 def test_rows_that_wait_for_pages_start_when_others_end(model: LlamaForCausalLM) -> None:
     batch = ragged((40, 33, 20))
     memory = 4 * 16 * sum(2 * 1 * 16 * 4 for _ in range(2))  # four pages: one row at a time, or the last with another
