@@ -8,6 +8,7 @@ kernel's grid is (KV heads, items). Items, rows and merges are int32 tables whos
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,9 +57,8 @@ _PIECE_COST = 4  # its time per piece
 # Programs share the memory's bandwidth: with a share of the slots taken they read faster by share ** -_FASTER.
 _FASTER = 0.7
 _FASTEST = 2.0
-_CUTS = (2.0, 1.5, 1.33, 1.2, 1.05, 1.0, 0.75, 0.6, 0.45, 0.33, 0.25)
-"""Sizes of a piece that are tried, in shares of a slot."""
-_MOST_ITEMS = 8  # pieces per slot beyond which nothing is gained
+_CUTS = np.array([2.0, 1.5, 1.33, 1.2, 1.05, 1.0, 0.75, 0.6, 0.45, 0.33, 0.25])
+"""Sizes of a piece that are tried, in shares of a slot, descending."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def row_table(
     """
     count = np.asarray(queries, dtype=np.int32)
     rows = np.zeros((len(count), ROW_COLUMNS), dtype=np.int32)
-    rows[:, ROW_TOKEN] = np.cumsum(count) - count if tokens is None else tokens
+    rows[:, ROW_TOKEN] = count.cumsum() - count if tokens is None else tokens
     rows[:, ROW_QUERIES] = count
     rows[:, ROW_START] = starts
     rows[:, ROW_LENGTH] = lengths
@@ -114,16 +114,18 @@ def row_table(
     rows[:, ROW_LISTED] = listed
     rows[:, ROW_SCORE] = -1
     rows[:, ROW_SCORE_STEP] = 1
-    slot = 0
-    for row, wanted in zip(rows, scored or (), strict=False):
-        if wanted:
-            if len(wanted) <= 2 and wanted[0] != 0:
-                raise ValueError(f"row_table: got scored queries {wanted}, expected the first query and one other")
-            row[ROW_SCORE] = slot
-            row[ROW_SCORE_FIRST] = wanted[0]
-            row[ROW_SCORE_STEP] = max(1, wanted[1] - wanted[0]) if len(wanted) > 1 else 1
-            row[ROW_SCORE_COUNT] = len(wanted)
-            slot += 1
+    if scored and any(scored):
+        wanted = np.array([len(each) for each in scored])
+        first = np.array([each[0] if each else 0 for each in scored])
+        hiding = (wanted <= 2) & (first > 0)
+        if hiding.any():
+            found = scored[int(hiding.argmax())]
+            raise ValueError(f"row_table: got scored queries {found}, expected the first query and one other")
+        some = wanted > 0
+        rows[some, ROW_SCORE] = np.arange(some.sum())
+        rows[:, ROW_SCORE_FIRST] = first
+        rows[:, ROW_SCORE_STEP] = [each[1] - each[0] if len(each) > 1 else 1 for each in scored]
+        rows[:, ROW_SCORE_COUNT] = wanted
     return rows
 
 
@@ -151,61 +153,58 @@ def plan_work(
     row, first, begin, end = _tiles(rows, queries_per_tile, block, window, slack)
     work = np.maximum(end - begin, 1)
     pieces = _pieces(work, slots, block)
-    slot_of = np.where(pieces > 1, np.cumsum(np.where(pieces > 1, pieces, 0)) - pieces, -1)
-
-    tile = np.repeat(np.arange(len(row)), pieces)
-    index = np.arange(len(tile)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    blocks = -(-work // block)[tile]
-    split = pieces[tile]
-    low = begin[tile] + blocks * index // split * block
-    high = np.minimum(begin[tile] + blocks * (index + 1) // split * block, end[tile])
-    slot = np.where(split > 1, slot_of[tile] + index, -1)
-    columns = np.stack([row[tile], first[tile], low, high, slot, split], 1)
-    order = np.argsort(low - high, kind="stable")
-    items = _padded(columns[order], ITEM_COLUMNS)
-
     merged = pieces > 1
-    merges = _padded(np.stack([row, first, slot_of, pieces], 1)[merged], MERGE_COLUMNS)
-    partials = bucket(int(pieces[merged].sum())) if merged.any() else 0
-    return Work(items, merges, partials, len(tile), int(merged.sum()))
+    partials = np.where(merged, pieces, 0).cumsum()
+    slot_of = np.where(merged, partials - pieces, -1)
+
+    tile = np.arange(len(row)).repeat(pieces)
+    index = np.arange(len(tile)) - (pieces.cumsum() - pieces)[tile]
+    blocks, split, start = -(-work // block)[tile], pieces[tile], begin[tile]
+    low = start + blocks * index // split * block
+    high = np.minimum(start + blocks * (index + 1) // split * block, end[tile])
+    columns = np.array([row[tile], first[tile], low, high, slot_of[tile] + index, split])
+    items = _padded(columns.take((low - high).argsort(kind="stable"), 1).T, ITEM_COLUMNS)
+
+    merges = _padded(np.array([row, first, slot_of, pieces]).T[merged], MERGE_COLUMNS)
+    used = int(merged.sum())
+    return Work(items, merges, bucket(int(partials[-1])) if used else 0, len(tile), used)
 
 
 def _pieces(work: NDArray[np.int64], slots: int, block: int) -> NDArray[np.int64]:
     """Pieces per tile: the cut whose longest-first schedule ends first."""
-    share = work.sum() / slots
+    share = float(work.sum()) / slots
+    sizes = np.maximum(-(-(share * _CUTS).astype(np.int64) // block), 1) * block
+    cuts = -(-work // sizes[:, None])
     taken = np.arange(slots, 0, -1)  # slots that are, before each end
     speed = np.minimum((slots / taken) ** _FASTER, _FASTEST)
-    best: tuple[float, NDArray[np.int64]] | None = None
-    tried: NDArray[np.int64] | None = None
-    for cut in _CUTS:
-        piece = max(-(-int(share * cut) // block), 1) * block
-        pieces = -(-work // piece)
-        if tried is not None and np.array_equal(pieces, tried):
+    shortest, best, tried = math.inf, work, 0
+    for pieces, count in zip(cuts, cuts.sum(1).tolist(), strict=True):
+        if count == tried:  # no tile has fewer pieces than before, so each has as many
             continue
-        if best is not None and len(pieces) + _MOST_ITEMS * slots < pieces.sum():
-            break
-        tried = pieces
-        merging = float(_MERGE_COST + _PIECE_COST * pieces.max()) if (pieces > 1).any() else 0.0
-        duration = float((np.diff(_ends(work, pieces, slots), prepend=0.0) / speed).sum()) + merging
-        if best is None or duration < best[0]:
-            best = duration, pieces
-    assert best is not None
-    return best[1]
+        tried = count
+        most = int(pieces.max())
+        merging = _MERGE_COST + _PIECE_COST * most if most > 1 else 0
+        if share + _ITEM_COST * count / slots + merging > shortest:
+            break  # even if all slots were taken to the end; smaller pieces would take longer still
+        ends = _ends(work, pieces, slots)
+        ends[1:] -= ends[:-1]  # from each end to the next
+        duration = float((ends / speed).sum()) + merging
+        if duration < shortest:
+            shortest, best = duration, pieces
+    return best
 
 
 def _ends(work: NDArray[np.int64], pieces: NDArray[np.int64], slots: int) -> NDArray[np.float64]:
     """When each of `slots` workers ends, ascending, if all read as fast and each takes the longest piece left."""
-    lengths = np.repeat(work / pieces, pieces) + _ITEM_COST
-    lengths[::-1].sort()
-    ends = np.zeros(slots)
-    ends[: len(lengths)] = lengths[:slots]
-    ends = ends[::-1]
-    if len(lengths) > slots:
-        heap = ends.tolist()  # ascending, so a heap already
-        for length in lengths[slots:].tolist():
-            heapq.heapreplace(heap, heap[0] + length)
-        ends = np.sort(heap)
-    return ends
+    lengths = (work / pieces + _ITEM_COST).repeat(pieces)
+    lengths.sort()
+    waiting = len(lengths) - slots
+    if waiting <= 0:
+        return np.concatenate([np.zeros(-waiting), lengths])
+    ends = lengths[waiting:].tolist()  # ascending, so a heap already
+    for length in lengths[:waiting][::-1].tolist():
+        heapq.heapreplace(ends, ends[0] + length)
+    return np.sort(ends)
 
 
 def bucket(count: int, least: int = 16) -> int:
@@ -222,13 +221,13 @@ def _tiles(
     rows: Table, queries_per_tile: int, block: int, window: int, slack: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Row, first query and context begin and end of every query tile."""
-    queries = rows[:, ROW_QUERIES].astype(np.int64)
+    wide = rows.astype(np.int64)
+    queries, start, length = wide[:, ROW_QUERIES], wide[:, ROW_START], wide[:, ROW_LENGTH]
     tiles = -(-queries // queries_per_tile)
-    row = np.repeat(np.arange(len(rows)), tiles)
-    first = (np.arange(len(row)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * queries_per_tile
-    last = np.minimum(first + queries_per_tile, queries[row]) - 1
-    start = rows[row, ROW_START].astype(np.int64)
-    end = np.minimum(rows[row, ROW_LENGTH], start + last + 1)
+    row = np.arange(len(rows)).repeat(tiles)
+    first = (np.arange(len(row)) - (tiles.cumsum() - tiles)[row]) * queries_per_tile
+    start = start[row]
+    end = np.minimum(length[row], start + np.minimum(first + queries_per_tile, queries[row]))
     begin = np.zeros_like(end)
     if window:
         low = np.maximum(0, start - slack + first - window + 1) // block * block
