@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ def cut(rows: Sequence[Row], offsets: Sequence[int]) -> tuple[list[Row], list[in
         if row.kind is RowKind.PREFILL and row.queries >= LEAST_QUERIES:
             count, token = row.queries - BOOTSTRAP, offsets[index]
             bulks.append(Bulk(slice(token, token + count), row.start, row.request.row))
-            ends[index] = replace(row, queries=BOOTSTRAP, start=row.start + count)
+            ends[index] = row._replace(queries=BOOTSTRAP, start=row.start + count)
             tokens[index] = token + count
     return ends, tokens, bulks
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,8 +103,7 @@ class Request:
         return clipped
 
 
-@dataclass(slots=True, frozen=True)
-class Row:
+class Row(NamedTuple):
     """n query tokens of one request over one context: everything that a step does is a list of these.
 
     Attributes:
@@ -166,7 +166,7 @@ class Row:
             return ()
         if self.kind is RowKind.PREFILL:
             return tuple(range(max(0, self.queries - BOOTSTRAP), self.queries))
-        return tuple(sorted({0, self.queries - 1}))
+        return (0, self.queries - 1) if self.queries > 1 else (0,)
 
     @property
     def certain(self) -> int:

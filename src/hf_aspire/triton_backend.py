@@ -260,7 +260,8 @@ class TritonBackend:
             lists: Which list each row reads, if any.
             tokens: First packed token of every row; None: the rows are packed one after the other.
         """
-        drafts = np.array([row.kind is RowKind.DRAFT for row in rows])
+        draft = RowKind.DRAFT  # members of an enum are slow to look up
+        drafts = np.array([row.kind is draft for row in rows])
         by_list = drafts & (listed > 0) & key.drafts_listed
         lengths = np.where(by_list, listed, [row.context for row in rows])
         starts = np.where(by_list, listed - 1, [row.start for row in rows])
@@ -268,16 +269,14 @@ class TritonBackend:
         shifts = np.where(by_list, 0, self._cache.page_size.bit_length() - 1)
         wanted = [row.scored_queries for row in rows]
         table = work.row_table([row.queries for row in rows], starts, lengths, tables, shifts, by_list, wanted, tokens)
+        slots = table[:, work.ROW_SCORE]
+        scored = np.full(slots.max() + 1, -1, dtype=np.int32)
         off = ~np.where(drafts, key.drafts_scored, key.full_scored)
-        slots = int(table[:, work.ROW_SCORE].max()) + 1
         table[off, work.ROW_SCORE] = -1
         table[off, work.ROW_SCORE_COUNT] = 0
-        found = table[:, work.ROW_SCORE]
-        if (found < 0).all():
-            return table, None
-        scored = np.full(slots, -1, dtype=np.int32)
-        scored[found[found >= 0]] = np.flatnonzero(found >= 0)
-        return table, scored
+        found = np.flatnonzero(slots >= 0)
+        scored[slots[found]] = found
+        return table, scored if len(found) else None
 
 
 def _multiprocessors(device: torch.device) -> int:
