@@ -124,12 +124,15 @@ class SparseContexts:
         self.recent = config.recent_pages * config.page_size
         pages = range(-(-(longest + 2 * config.max_draft + 2) // config.page_size) + 1)
         self._budgets = [config.budget(page * config.page_size) for page in pages]
+        whole = [page for page in pages if self._budgets[page] >= page * config.page_size]
+        self._whole = whole[-1] * config.page_size  # the longest context that a budget holds, as it does all shorter
+        self._share = len(policy.draft_layers) / policy.layers
         self.top = torch.zeros(policy.lists, requests, config.budget(longest), dtype=torch.int64, device=device)
         self._shapes: dict[int, _Shape] = {}
 
     def wants_scores(self, length: int) -> bool:
         """Whether a list at `length` context tokens needs attention scores."""
-        return bool(self.policy.full_layers) and not self._fits(length)
+        return length > self._whole and bool(self.policy.full_layers)
 
     def ready(self, request: Request) -> bool:
         """Whether the request may draft now: its list, if it needs one, is of this round."""
@@ -141,9 +144,10 @@ class SparseContexts:
     def tokens_read(self, request: Request) -> float:
         """KV tokens that the request's next draft row reads, averaged over the model's layers."""
         context = request.length + len(request.drafts) + 1
-        listed = self._listed(request, context)
-        share = len(self.policy.draft_layers) / self.policy.layers
-        return share * context + (1 - share) * listed
+        shape = self._static(request) or self._shapes.get(request.row)
+        # no list yet: what it will hold
+        listed = min(context, self._budget(context)) if shape is None else shape.count + context - shape.tail
+        return self._share * context + (1 - self._share) * listed
 
     def renew(self, row: Row, request: Request, scores: Tensor) -> None:
         """Makes a request's list from the scores of a row, after what the row decided was committed.
@@ -216,9 +220,6 @@ class SparseContexts:
         """`config.budget`, looked up: planning asks for it several times per request and step."""
         return self._budgets[-(-length // self.config.page_size)]
 
-    def _fits(self, length: int) -> bool:
-        return self._budget(length) >= length
-
     def _split(self, scored: int) -> tuple[int, int]:
         """Where the tail begins and how many units the top holds, for a scored length."""
         budget = self._budget(scored)
@@ -228,19 +229,13 @@ class SparseContexts:
     def _static(self, request: Request) -> _Shape | None:
         """Lists that follow from the length alone: everything, or the window; None where scores make the list."""
         length = request.length + 1
-        if self._fits(length):
+        if length <= self._whole:
             return _Shape(0, 0)
         if self.policy.full_layers:
             return None
         first = self.config.page_size
         tail = length - (self._budget(length) - first)
         return _Shape(tail, first) if tail > first else _Shape(0, 0)
-
-    def _listed(self, request: Request, context: int) -> int:
-        shape = self._static(request) or self._shapes.get(request.row)
-        if shape is None:  # no list yet: what it will hold
-            return min(context, self._budget(context))
-        return shape.count + context - shape.tail
 
     def _list(self, request: Request, context: int) -> Tensor:
         """Context indices `[lists, S]`, ascending."""
