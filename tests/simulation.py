@@ -7,10 +7,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from hf_aspire import scheduler
 from hf_aspire.config import AspireConfig
 from hf_aspire.cost_model import CostModel, StepCost
 from hf_aspire.request import RowKind
-from hf_aspire.scheduler import Candidate, Schedule, best_draft_length, make_schedule
+from hf_aspire.scheduler import Candidate, RoundCosts, Schedule, make_schedule
 
 DRAFT, VERIFY, DECODE = RowKind.DRAFT, RowKind.VERIFY, RowKind.DECODE
 # 8B parameters in bf16 at 4 TB/s, and 128 KiB of KV per token
@@ -26,6 +27,12 @@ def candidate(
 def make(schedule: str, cost: tuple[float, float, float] = GPU, **options: object) -> Schedule:
     config = AspireConfig.of({"schedule": schedule, "cost": cost, **options})
     return make_schedule(config, CostModel(StepCost(*cost), fixed=True))
+
+
+def best_draft_length(
+    alpha: float, batch: int, context: float, sparse_context: float, max_draft: int, cost: CostModel
+) -> int:
+    return scheduler.best_draft_length(alpha, context, sparse_context, RoundCosts(cost, batch, max_draft))
 
 
 def rate(length: int, alpha: float, batch: int, context: float, sparse: float, cost: CostModel) -> float:

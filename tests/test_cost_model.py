@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simulation import best_draft_length
 
 from hf_aspire.cost_model import WARMUP_STEPS, CostModel, StepCost, _nonnegative_solution
-from hf_aspire.scheduler import best_draft_length
 
 PRIOR = StepCost(base=4e-3, per_token=5e-6, per_kv_token=1e-8)
 Device = Callable[[float, float], float]

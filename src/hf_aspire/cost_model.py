@@ -136,6 +136,11 @@ class CostModel:
                 seconds += bend * (tokens - hinge)
         return seconds
 
+    @property
+    def per_kv_token(self) -> float:
+        """Predicted seconds per KV token: what `seconds` rises by, whatever the query tokens."""
+        return (self._coefficients or self._solve())[2]
+
     def plain_seconds(self, tokens: float, kv_tokens: float) -> float:
         """Predicted time of a step in which every row decodes; arguments as in `seconds`."""
         if not self._plain:

@@ -136,13 +136,14 @@ class Planner:
         ready = [r for r in self.decoding if not r.waiting and not r.padding and r.remaining > 0]
         candidates = [self._candidate(request) for request in ready]
         kinds = self._schedule.decide(candidates) if candidates else []
+        draft = RowKind.DRAFT  # members of an enum are slow to look up
         for request, kind in zip(ready, kinds, strict=True):
-            if kind is RowKind.DRAFT and self._contexts.ready(request):
+            if kind is draft and self._contexts.ready(request):
                 wanted = self._draft_scores and self._contexts.wants_scores(request.length + 1)
                 rows.append(Row.draft(request, wanted))
             elif kind is not None:
                 # A request that wants to draft and has no fresh list asks this decode row for the scores of one.
-                renews = self._drafts and (bool(request.drafts) or kind is RowKind.DRAFT)
+                renews = self._drafts and (bool(request.drafts) or kind is draft)
                 longest = request.length + len(request.drafts) + 2
                 rows.append(Row.verify(request, renews and self._contexts.wants_scores(longest)))
         return rows + self._padding_rows()
@@ -207,14 +208,8 @@ class Planner:
     def _candidate(self, request: Request) -> Candidate:
         drafted = len(request.drafts)
         cap = drafted if request.drafted_end else max(drafted, min(self._config.max_draft, request.remaining - 1))
-        return Candidate(
-            request=request.row,
-            drafted=drafted,
-            limit=cap,
-            rounds=request.draft_rounds,
-            context=request.length + drafted + 1,
-            sparse_context=self._contexts.tokens_read(request),
-        )
+        context, sparse_context = request.length + drafted + 1, self._contexts.tokens_read(request)
+        return Candidate(request.row, drafted, cap, request.draft_rounds, context, sparse_context)
 
 
 def pages_for(kept: int, limit: int, page_size: int) -> int:

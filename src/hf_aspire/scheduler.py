@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from .acceptance import AcceptanceEstimator
 from .config import AspireConfig
@@ -22,10 +21,10 @@ LEAST_GAIN = 1.03
 # length cost next to nothing. In a closed loop with these costs, on 40 mixtures of batch, context, model and
 # acceptance: 3.5 % more tokens per second than every row for itself, between -0.1 and +8 %.
 JOIN, WAIT = 2, 3
+_DRAFT, _VERIFY, _DECODE = RowKind.DRAFT, RowKind.VERIFY, RowKind.DECODE  # members of an enum are slow to look up
 
 
-@dataclass(slots=True, frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One decoding request as the scheduler sees it before a step.
 
     Args:
@@ -148,15 +147,6 @@ class Fsm:
         self._target[request] = min(target + 1, self._max_draft) if accepted == drafted else max(target - 1, 1)
 
 
-@dataclass(slots=True, frozen=True)
-class _Span:
-    """Drafts at which a row verifies: if others do, if full rows cost no more than their bytes, if others do not."""
-
-    earliest: int
-    best: int
-    latest: int
-
-
 class Aspire:
     """Draft length per request and step, from its estimated acceptance and what the batch costs (after ASPIRE).
 
@@ -184,26 +174,27 @@ class Aspire:
         """Each request drafts while another draft pays, or until others verify; then they do together."""
         if candidates and self._guard.holds(len(candidates), sum(each.context for each in candidates)):
             return [_verify(each) for each in candidates]
-        spans = [self._span(candidate, len(candidates)) for candidate in candidates]
-        pairs = list(zip(candidates, spans, strict=True))
-        if any(each.drafted == span.best == 0 for each, span in pairs):
-            ends = [span.best for span in spans]  # a row that decodes makes this a step with full rows anyway
-        elif any(each.drafted >= min(span.latest, each.limit) for each, span in pairs):
-            ends = [span.earliest for span in spans]
+        costs = RoundCosts(self._cost, len(candidates), self._max_draft)
+        lengths = [self._best(each, costs) for each in candidates]
+        pairs = list(zip(candidates, lengths, strict=True))
+        if any(each.drafted == best == 0 for each, best in pairs):
+            ends = lengths  # a row that decodes makes this a step with full rows anyway
+        elif any(each.drafted >= best + best // WAIT or each.drafted >= each.limit for each, best in pairs):
+            ends = [self._earliest(each, best) for each, best in pairs]
         else:
             return [RowKind.DRAFT] * len(candidates)
         return [_draft_up_to(end, each) for each, end in zip(candidates, ends, strict=True)]
 
-    def _span(self, candidate: Candidate, batch: int) -> _Span:
+    def _best(self, candidate: Candidate, costs: RoundCosts) -> int:
+        """Drafts at which a request verifies if full rows cost no more than their bytes."""
         alpha = self._acceptance.estimate(candidate.request)
-        best = best_draft_length(
-            alpha, batch, candidate.context, candidate.sparse_context, self._max_draft, self._cost
-        )
-        if best == 0:
-            return _Span(0, 0, 0)
-        least = self._initial_draft if candidate.rounds == 0 else 1
-        best = max(best, least)
-        return _Span(max(best - best // JOIN, least), best, best + best // WAIT)
+        best = best_draft_length(alpha, candidate.context, candidate.sparse_context, costs)
+        return max(best, self._initial_draft) if best and candidate.rounds == 0 else best
+
+    def _earliest(self, candidate: Candidate, best: int) -> int:
+        """Drafts at which it verifies if others do."""
+        earliest = best - best // JOIN
+        return max(earliest, self._initial_draft) if best and candidate.rounds == 0 else earliest
 
     def observe(self, request: int, drafted: int, accepted: int) -> None:
         """Updates the acceptance: from the verified drafts, or by one plain step."""
@@ -214,36 +205,50 @@ class Aspire:
             self._acceptance.relax(request)
 
 
-def best_draft_length(
-    alpha: float, batch: int, context: float, sparse_context: float, max_draft: int, cost: CostModel
-) -> int:
+class RoundCosts:
+    """What the steps of a round cost a batch, asked of the cost model once for all of its requests.
+
+    Args:
+        cost: Predicts the seconds of a step; they must not fall with more tokens.
+        batch: Requests in the step.
+        max_draft: Longest draft considered.
+    """
+
+    def __init__(self, cost: CostModel, batch: int, max_draft: int) -> None:
+        self.single = cost.seconds(batch, 0)
+        """Seconds of a step with one query per request, but for its KV tokens."""
+        self.verify = [(length, cost.seconds(batch * (length + 1), 0)) for length in range(1, max_draft + 1)]
+        """Draft lengths, and likewise the seconds of verifying them."""
+        self.per_kv_token = batch * cost.per_kv_token
+        """Seconds per KV token that each of the requests reads."""
+
+
+def best_draft_length(alpha: float, context: float, sparse_context: float, costs: RoundCosts) -> int:
     """The draft length with the most expected tokens per second, for a batch of copies of one request.
 
     A round of g drafts commits E(g) = 1 + alpha + ... + alpha^g expected tokens and takes g draft steps and one
     verification of g + 1 queries per request. The result is the exact argmax of E(g) / (g T_draft + T_verify(g + 1))
     over 0..max_draft, the smallest of equals, or 0 where that rate is not above `LEAST_GAIN` times that of g = 0
-    (plain decoding). `cost` must not fall with more tokens.
+    (plain decoding).
 
     Args:
         alpha: Probability that a draft is accepted given that those before it were, in [0, 1].
-        batch: Requests in the step.
         context: KV tokens that a full row reads; positive, so that no step is free.
         sparse_context: KV tokens that a draft row reads.
-        max_draft: Longest draft considered.
-        cost: Predicts the seconds of a step.
+        costs: Seconds of the batch's steps.
     """
-    draft_seconds = cost.seconds(batch, batch * sparse_context)
-    full_context = batch * context
-    best, best_rate = 0, LEAST_GAIN / cost.seconds(batch, full_context)
+    draft_seconds = costs.single + costs.per_kv_token * sparse_context
+    reading = costs.per_kv_token * context
+    best, best_rate = 0, LEAST_GAIN / (costs.single + reading)
     tokens = gain = 1.0  # E(length), and alpha ** length: what the last draft added to it
-    for length in range(1, max_draft + 1):
+    for length, seconds in costs.verify:
         gain *= alpha
         # Marginal value: at the best rate, this draft step alone costs the time of more tokens than it adds. Later
         # drafts add still less and verification never gets cheaper, so that no longer draft can win.
         if gain <= best_rate * draft_seconds:
             break
         tokens += gain
-        rate = tokens / (length * draft_seconds + cost.seconds(batch * (length + 1), full_context))
+        rate = tokens / (length * draft_seconds + seconds + reading)
         if rate > best_rate:
             best, best_rate = length, rate
     return best
@@ -264,8 +269,8 @@ def make_schedule(config: AspireConfig, cost_model: CostModel) -> Schedule:
 
 
 def _verify(candidate: Candidate) -> RowKind:
-    return RowKind.VERIFY if candidate.drafted else RowKind.DECODE
+    return _VERIFY if candidate.drafted else _DECODE
 
 
 def _draft_up_to(target: int, candidate: Candidate) -> RowKind:
-    return RowKind.DRAFT if candidate.drafted < min(target, candidate.limit) else _verify(candidate)
+    return _DRAFT if candidate.drafted < target and candidate.drafted < candidate.limit else _verify(candidate)
