@@ -140,8 +140,8 @@ class Pipeline:
 
     def _launch(self, rows: list[Row]) -> _Flight:
         """Plans a step's tables, starts its work, and moves the requests on by upper bounds."""
-        drafting = [row.kind is RowKind.DRAFT for row in rows]
-        pairs = list(zip(rows, drafting, strict=True))
+        draft_kind = RowKind.DRAFT  # members of an enum are slow to look up
+        pairs = [(row, row.kind is draft_kind) for row in rows]
         listed = np.array(
             [self._parts.contexts.listed(row.request, row.context) if draft else 0 for row, draft in pairs]
         )

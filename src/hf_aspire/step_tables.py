@@ -102,17 +102,17 @@ class StepTables:
             the rows: slot, tokens ahead of the first query, first token, drafts (-1: it drafts), forced, round. Rows
             that are not used are the filling slot's, and so is the last entry, to which the filling tokens belong.
         """
-        queries = np.array([row.queries for row in rows])
-        first = np.cumsum(queries) - queries
-        slots = np.array([row.request.row for row in rows])
-        aheads = np.array([_ahead(row) for row in rows])
-        drafts = np.where([row.kind is RowKind.DRAFT for row in rows], -1, queries - 1)
-        steps = np.arange(queries.sum()) - np.repeat(first, queries)
-        repeated = [np.repeat(values, queries) for values in (slots, aheads, np.arange(len(rows)))]
-        tokens = np.stack([repeated[0], repeated[1] + steps, repeated[2], steps], 1)
-        last = self._state.filler + 1
+        queries, slots = np.array([row.queries for row in rows]), np.array([row.request.row for row in rows])
+        draft = RowKind.DRAFT  # members of an enum are slow to look up
+        drafting = np.array([row.kind is draft for row in rows])
+        aheads = np.where(drafting, [row.start - row.request.length for row in rows], 0)
         rounds = [row.request.rounds for row in rows]
-        table = np.stack([slots, aheads, first, drafts, forced, rounds], 1)
+        first = queries.cumsum() - queries
+        index = np.arange(len(rows)).repeat(queries)
+        steps = np.arange(len(index)) - first[index]
+        tokens = np.array([slots[index], aheads[index] + steps, index, steps]).T
+        table = np.array([slots, aheads, first, np.where(drafting, -1, queries - 1), forced, rounds]).T
+        last = self._state.filler + 1
         return [
             _filled(tokens, len(tokens) + filling, [self._state.filler, 0, last, 0]),
             _filled(table, last + 1, [self._state.filler, 0, 0, -1, -1, 0]),
@@ -228,11 +228,6 @@ class Plan:
     tile: Tile
     scored_views: tuple[bool, ...]
     parts: list[Tensor]
-
-
-def _ahead(row: Row) -> int:
-    """Tokens between a request's last committed one and a row's first query."""
-    return row.start - row.request.length if row.kind is RowKind.DRAFT else 0
 
 
 def _filled(entries: NDArray[np.integer], length: int, value: int | list[int]) -> Array:
