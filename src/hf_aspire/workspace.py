@@ -140,15 +140,15 @@ class Workspaces:
                     self._asked.pop(module, None)
 
     def compiles(self, model: PreTrainedModel, config: AspireConfig, steps: int) -> bool:
-        """Whether a call of up to `steps` steps runs compiled layers; `compile=True` warns where it cannot."""
+        """Whether a call of up to `steps` steps runs compiled layers; warns where it should and cannot."""
         with self._lock:
             asked = self._asked[model] = self._asked.get(model, 0) + steps
         if config.compile is False or (config.compile == "auto" and asked < _COMPILE_STEPS):
             return False
-        return not _hindered(compile_obstacle(model), "does not compile layers", config.compile)
+        return not _hindered(compile_obstacle(model), "does not compile layers")
 
     def captures(self, model: PreTrainedModel, config: AspireConfig, steps: int) -> bool:
-        """Whether a call of up to `steps` steps captures CUDA graphs; `cuda_graphs=True` warns where it cannot.
+        """Whether a call of up to `steps` steps captures CUDA graphs; warns where it should and cannot.
 
         A short call makes none of its own accord, but goes on with those that are there: it would drop them otherwise.
         """
@@ -157,7 +157,7 @@ class Workspaces:
         pays = steps >= _GRAPH_STEPS or (kept is not None and len(kept.graphs) > 0)
         if config.cuda_graphs is False or (config.cuda_graphs == "auto" and not pays):
             return False
-        return not _hindered(replay_obstacle(model), "runs without CUDA graphs", config.cuda_graphs)
+        return not _hindered(replay_obstacle(model), "runs without CUDA graphs")
 
 
 workspaces = Workspaces()
@@ -232,8 +232,8 @@ class LeasedMemory:
         workspaces.keep(self._model, self._key, self._workspace)
 
 
-def _hindered(reason: str | None, what: str, switch: bool | str) -> bool:
-    if reason is not None and switch is True:
+def _hindered(reason: str | None, what: str) -> bool:
+    if reason is not None:
         warnings.warn(f"hf_aspire {what}: {reason}", RuntimeWarning, stacklevel=2)
     return reason is not None
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -314,6 +315,22 @@ def test_a_short_call_goes_on_with_the_graphs_of_a_long_one(
     assert not workspaces.captures(model, config, steps=3)
     monkeypatch.setattr(Graphs, "__len__", lambda self: 1)
     assert workspaces.captures(model, config, steps=3)
+
+
+@pytest.mark.parametrize("switch", ["auto", True])
+def test_what_cannot_be_captured_or_compiled_is_warned_about(model: LlamaForCausalLM, switch: bool | str) -> None:
+    config = settings(compile=switch, cuda_graphs=switch)
+    hook = model.model.layers[0].register_forward_hook(lambda module, inputs, output: None)
+    try:
+        with pytest.warns(RuntimeWarning, match="runs without CUDA graphs: model.layers.0 has a forward hook"):
+            assert not workspaces.captures(model, config, steps=3000)
+        with pytest.warns(RuntimeWarning, match="does not compile layers: model.layers.0 has a forward hook"):
+            assert not workspaces.compiles(model, config, steps=3000)
+    finally:
+        hook.remove()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert workspaces.captures(model, config, steps=3000) and workspaces.compiles(model, config, steps=3000)
 
 
 def test_a_call_runs_with_its_models_gpu_as_the_current_one() -> None:
