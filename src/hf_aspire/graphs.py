@@ -20,8 +20,11 @@ MOST_GRAPHS = 96
 """Keys beyond which new ones run without a graph: each takes memory, and capturing takes time."""
 _ROOM = 4
 """By how much the tables of a captured shape may exceed what is needed; an item without work returns at once."""
-_PATIENCE = 4
-"""How often a step makes do with a far larger captured shape before it gets one of its own. Not tuned."""
+_PATIENCE = 2048
+"""Tokens by which larger shapes may have filled steps up before these get a shape of their own: about what that takes
+(a step without a graph and a capture, 0.1 s; a token of filling, 5 to 20 us, 135M to 8B parameters on an H200)."""
+_LEAST_FILLING = 16
+"""What a shape of as many tokens counts that is larger otherwise. Not tuned."""
 
 
 class Shape(NamedTuple):
@@ -69,7 +72,7 @@ class Needs(NamedTuple):
         """
         tokens = bucket(self.tokens, least=128) if self.tokens > 128 else power(self.tokens, 2)
         work = tuple((power(items, 64), power(merges, 16)) for items, merges in self.in_batch_of(tokens))
-        return Shape(tokens, self.block_m, power(self.scored, 4), self.settles, work)
+        return Shape(tokens, self.block_m, power(self.scored, 4, 4), self.settles, work)
 
     def in_batch_of(self, tokens: int) -> tuple[tuple[int, int], ...]:
         """(items, merges) of every view, with the items of the tokens that fill the batch up."""
@@ -174,7 +177,7 @@ class Graphs(Captures[Shape]):
         """The shape that a step takes: a captured one, or at last one of its own.
 
         A step without a graph takes several times as long, and capturing one longer still. So a mixture that was not
-        seen before fills up a captured shape of about its size or, the first few times, any that it fits into.
+        seen before fills up a captured shape of about its size or, until that has cost as much, any that it fits into.
         """
         least = needs.least
         if least in self._captured:
@@ -184,7 +187,7 @@ class Graphs(Captures[Shape]):
         if near is not None:
             return near
         if fitting and self._waited[least] < _PATIENCE:
-            self._waited[least] += 1
+            self._waited[least] += max(fitting[0].tokens - least.tokens, _LEAST_FILLING)
             return fitting[0]
         return least
 
@@ -197,9 +200,9 @@ def _is_near(least: Shape, shape: Shape) -> bool:
     return least.tokens == shape.tokens and all(more <= _ROOM * max(less, 16) for less, more in pairs)
 
 
-def power(count: int, least: int) -> int:
-    """The smallest power of two times `least` that holds `count`; 0 for 0."""
+def power(count: int, least: int, base: int = 2) -> int:
+    """The smallest power of `base` times `least` that holds `count`; 0 for 0."""
     size = least if count else 0
     while size < count:
-        size *= 2
+        size *= base
     return size
