@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-import torch
 from torch import Tensor
 
 from .device_state import DeviceState
 from .graphs import Captures
 from .noise import Draws
 from .processing import Processing
-from .queries import Queries
-from .sampling import Sampler
-from .step_tables import Plan, StepTables
+from .sampling import Choices, Sampler
+from .step_tables import Plan
 
 
 class Choice:
@@ -46,28 +44,28 @@ class Choice:
         """Whether `run` captures nothing."""
         return not self._captures.enabled or self._captures.knows(_place(plan, logits))
 
-    def run(self, plan: Plan, tables: StepTables, logits: Tensor) -> Tensor:
+    def run(self, plan: Plan, logits: Tensor) -> Tensor:
         """`settle` for a step whose forward returned `logits`."""
         if not self._captures.enabled:
-            return self.settle(tables.queries(plan), logits)
-        return self._captures.run(_place(plan, logits), lambda: self.settle(tables.queries(plan), logits))
+            return self.settle(plan, logits)
+        return self._captures.run(_place(plan, logits), lambda: self.settle(plan, logits))
 
-    def settle(self, queries: Queries, logits: Tensor) -> Tensor:
+    def settle(self, plan: Plan, logits: Tensor) -> Tensor:
         """Commits a step's tokens.
 
         Args:
-            queries: The step.
+            plan: The step, filled in and not settled yet.
             logits: `[T, V]`.
 
         Returns:
-            What a step tells the host, one int64 tensor: `[T]` tokens behind the queries, `[R]` accepted drafts of
-            the rows, `[T]` bits of the highest scores as float32.
+            What a step tells the host (see `settle_rows`).
         """
-        scores = logits if self.in_forward else self._processing.warp(logits)
+        if self.in_forward:
+            highest = logits.max(-1)  # the first of equals, NaN before all: as plain's argmax
+            return self._state.settle(plan.owners, Choices(highest.indices, highest.values))
+        queries = self._state.queries(plan.tokens, plan.owners)
         draws = Draws(self._state.noise_keys[queries.slots], queries.positions, queries.rounds)
-        settled = self._sampler.settle(scores, draws, queries)
-        self._state.settle(queries, settled.text, settled.accepted)
-        return torch.cat([settled.text, settled.accepted, settled.best.float().view(torch.int32).long()])
+        return self._state.settle(plan.owners, self._sampler.choose(self._processing.warp(logits), draws, queries))
 
 
 def _place(plan: Plan, logits: Tensor) -> Hashable:

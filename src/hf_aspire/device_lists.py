@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from .config import AspireConfig
-from .device_state import DeviceState, Field
+from .device_state import DeviceState
+from .kernels.list_places import list_sizes, place_lists
 from .kernels.select import select
+from .kernels.step_state import Field
 from .selection import ContextPolicy, resolved_granularity
 
 
@@ -45,26 +47,20 @@ class DeviceLists:
         self._state.fields[slot, Field.TOP] = top.shape[1]
         self._state.fields[slot, Field.TAIL] = tail
 
-    def renew(self, scores: Tensor, slots: Tensor, scored: Tensor) -> None:
+    def renew(self, scores: Tensor, scored_rows: Tensor, owners: Tensor) -> None:
         """Makes lists from scores.
 
         Args:
             scores: `[lists, S, scores]` float32, each of the policy's unit of tokens.
-            slots: `[S]` int64 request slots.
-            scored: `[S]` int64, how many of the context's tokens are certain to stay.
+            scored_rows: `[S]` int32 rows, -1: none.
+            owners: `[R, Owner]` int32 (see `step_state`).
         """
-        unit, size = self._unit, self._state.page_size
-        tail = (scored - self._recent).clamp_min(0) // unit * unit
-        budget = self._budgets[(scored + size - 1) // size]
-        count = torch.minimum((budget - (scored - tail)).clamp_min(0) // unit, tail // unit)
+        state, unit, size = self._state, self._unit, self._state.page_size
+        slots, units, counts = list_sizes(scored_rows, owners, state.fields, self._budgets, size, self._recent, unit)
         parts = self._scores_per_unit
         if parts > 1:
             scores = scores[..., : scores.shape[-1] // parts * parts].unflatten(-1, (-1, parts)).sum(-1)
-        chosen = scores.new_zeros(scores.shape[0], len(slots), -(-len(self._index) // unit), dtype=torch.int32)
-        select(scores, (tail // unit).int(), count.int(), chosen)
-        top = count * unit
-        listed = chosen[:, :, self._index // unit].long() * unit + self._index % unit
-        tokens = torch.where(self._index < top[:, None], listed, (tail - top)[:, None] + self._index)
-        self.slots[:, slots] = self._state.places(slots[:, None].expand_as(tokens), tokens).int()
-        self._state.fields[slots, Field.TOP] = top
-        self._state.fields[slots, Field.TAIL] = tail
+        capacity = -(-self.slots.shape[2] // unit)
+        chosen = torch.empty(*scores.shape[:2], capacity, dtype=torch.int32, device=scores.device)
+        select(scores, units, counts, chosen)
+        place_lists(chosen, slots, state.fields, state.page_table, size, unit, self.slots)

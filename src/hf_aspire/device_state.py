@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
 
 import torch
 from torch import Tensor
 
+from .kernels.step_state import Field, Owner, pack_tokens, settle_rows
 from .queries import Queries
 from .request import Request
-
-
-class Field(IntEnum):
-    """Columns of the state."""
-
-    LENGTH = 0  # tokens whose keys and values are final
-    GENERATED = 1  # committed tokens
-    COLUMN = 2  # history column of the first generated token
-    POSITION = 3  # its position id
-    CAPACITY = 4  # tokens that the request's pages hold
-    TOP = 5  # leading entries of its sparse list: the best-scored tokens
-    TAIL = 6  # context index from which on the list holds every token
+from .sampling import Choices
 
 
 class DeviceState:
@@ -32,13 +21,15 @@ class DeviceState:
         columns: Columns of the history.
         page_table: `[slots + 1, pages]` int32.
         page_size: Tokens per page.
+        most: Most queries of a row.
     """
 
-    def __init__(self, slots: int, columns: int, page_table: Tensor, page_size: int) -> None:
+    def __init__(self, slots: int, columns: int, page_table: Tensor, page_size: int, most: int) -> None:
         device = page_table.device
         self.filler = slots
         self.page_table = page_table
         self.page_size = page_size
+        self.most = most
         self.fields = torch.zeros(slots + 1, len(Field), dtype=torch.int64, device=device)
         self.history = torch.zeros(slots + 1, columns, dtype=torch.int64, device=device)
         self.noise_keys = torch.zeros(slots + 1, dtype=torch.int64, device=device)
@@ -57,48 +48,36 @@ class DeviceState:
         """The tokens of a step.
 
         Args:
-            tokens: `[T, 2 or more]` int32: request slot, and how many tokens ahead of its last committed one.
+            tokens: `[T, 4]` int32: slot, tokens ahead of its last committed one, row, query of the row.
 
         Returns:
             Token ids and position ids `[1, T]`, and `[T]` places of their keys and values, -1 for none.
         """
-        slot, ahead = tokens[:, :2].long().unbind(1)
-        fields = self.fields[slot]
-        last = fields[:, Field.GENERATED] - 1 + ahead
-        ids = self.history[slot, (fields[:, Field.COLUMN] + last).clamp_min(0)]
-        index = fields[:, Field.LENGTH] + ahead
-        places = self.places(slot, index)
-        kept = index < fields[:, Field.CAPACITY]
-        positions = (fields[:, Field.POSITION] + last).clamp_min(0)
-        return ids[None], positions[None], torch.where(kept, places, -1)
+        ids, positions, places = pack_tokens(tokens, self.fields, self.history, self.page_table, self.page_size)
+        return ids[None], positions[None], places
 
     def places(self, slots: Tensor, tokens: Tensor) -> Tensor:
         """Pool places of context indices; both `[...]` int64. Indices behind the pages get any place."""
         page = (tokens // self.page_size).clamp(max=self.page_table.shape[1] - 1)
         return self.page_table[slots, page].long() * self.page_size + tokens % self.page_size
 
-    def queries(self, tokens: Tensor, rows: Tensor, most: Tensor) -> Queries:
+    def queries(self, tokens: Tensor, owners: Tensor) -> Queries:
         """The queries of a step.
 
         Args:
-            tokens: `[T, 4]` int32: slot, tokens ahead of its last committed one, row, query of the row.
-            rows: `[R, 6]` int32: slot, tokens ahead, first token, drafts (-1: it drafts), accepted drafts if forced
-                (else -1), round.
-            most: `[n]` 0 ... n - 1 for the most queries of a row.
+            tokens: `[T, 4]` int32, as `pack` takes them.
+            owners: `[R, Owner]` int32.
         """
         slots, ahead, row, depths = tokens.long().unbind(1)
-        owners, held, first, drafts, forced, rounds = rows.long().unbind(1)
-        fields = self.fields[slots]
+        owner, fields = owners.long(), self.fields[slots]
         positions = fields[:, Field.GENERATED] + ahead
         columns = (fields[:, Field.COLUMN] + positions).clamp(max=self.history.shape[1] - 1)
-        following = self.history[slots, columns]
-        return Queries(
-            slots, positions, columns, following, row, depths, owners, first, held, drafts, forced, rounds[row], most
-        )
+        following, rounds = self.history[slots, columns], owner[row, Owner.ROUND]
+        most = torch.arange(self.most, device=slots.device)
+        return Queries(slots, positions, following, row, depths, rounds, owner, most)
 
-    def settle(self, queries: Queries, text: Tensor, accepted: Tensor) -> None:
-        """Writes the tokens `[T]` behind the queries down, and commits the accepted drafts `[R]` and one more."""
-        self.history[queries.slots, queries.columns] = text
-        committed = torch.where(queries.drafting, 0, accepted + 1)
-        self.fields[:, Field.LENGTH].index_add_(0, queries.owners, committed)
-        self.fields[:, Field.GENERATED].index_add_(0, queries.owners, committed)
+    def settle(self, owners: Tensor, choices: Choices) -> Tensor:
+        """Commits a step's tokens; returns what it tells the host (see `settle_rows`)."""
+        forced = owners[:, Owner.FORCED] if choices.accepted is None else choices.accepted.int()
+        best = choices.best.float()
+        return settle_rows(owners, forced, self.fields, self.history, choices.tokens, best, self.most)

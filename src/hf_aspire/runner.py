@@ -83,13 +83,13 @@ class Runner:
         if plan.shape.settles:
             return result, steady
         steady = steady and choice.knows(plan, result)
-        return choice.run(plan, tables, result), steady
+        return choice.run(plan, result), steady
 
     def _planned(self, plan: Plan, tables: StepTables, choice: Choice) -> Tensor:
         token_ids, position_ids = tables.fill(plan)
         logits = self._forward(position_ids, {"input_ids": token_ids}, compiled=True)
         tables.renew(plan)
-        return choice.settle(tables.queries(plan), logits) if plan.shape.settles else logits
+        return choice.settle(plan, logits) if plan.shape.settles else logits
 
     def _forward(self, position_ids: Tensor, inputs: dict[str, Any], compiled: bool) -> Tensor:
         logits = None

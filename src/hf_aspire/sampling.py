@@ -39,18 +39,18 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Settled:
-    """What the rows of a step decided, drafts included.
+class Choices:
+    """What is chosen behind the queries of a step, drafts included.
 
     Attributes:
-        text: `[T]` int64, the tokens behind the queries as they stay.
-        accepted: `[R]` int64, drafts kept.
+        tokens: `[T]` int64; behind a row's last kept draft the one that follows, before it anything.
         best: `[T]` highest scores; NaN if any is.
+        accepted: `[R]` int64, drafts kept; None: the leading ones that are what was chosen.
     """
 
-    text: Tensor
-    accepted: Tensor
+    tokens: Tensor
     best: Tensor
+    accepted: Tensor | None = None
 
 
 class Sampler(Protocol):
@@ -80,11 +80,11 @@ class Sampler(Protocol):
             slots: `[V]` request slots.
         """
 
-    def settle(self, scores: Tensor, draws: Draws, queries: Queries) -> Settled:
+    def choose(self, scores: Tensor, draws: Draws, queries: Queries) -> Choices:
         """Drafts and decides all rows of a step that only the device knows; waits for nothing, so it can be captured.
 
         Args:
-            scores: `[T, V]` processed; float32 unless `takes_highest`.
+            scores: `[T, V]` float32, processed.
             draws: T draws.
             queries: The step.
         """
@@ -111,7 +111,7 @@ class Sampler(Protocol):
 
     @property
     def key(self) -> Hashable:
-        """What `settle` does, and the memory of its own that it works on: a captured one serves all of one key."""
+        """What `choose` does, and the memory of its own that it works on: a captured one serves all of one key."""
 
 
 class ArgmaxSampler:
@@ -136,11 +136,9 @@ class ArgmaxSampler:
         tokens = _by_row(chosen, counts, drafts.shape[1] + 1)
         return Outcome(_leading(tokens[:, :-1] == drafts, counts - 1), tokens, best)
 
-    def settle(self, scores: Tensor, draws: Draws, queries: Queries) -> Settled:
+    def choose(self, scores: Tensor, draws: Draws, queries: Queries) -> Choices:
         """See `Sampler`."""
-        chosen, best = self._choose(scores, draws)
-        accepted = queries.accepted(chosen == queries.following)
-        return Settled(queries.text(accepted, chosen), accepted, best)
+        return Choices(*self._choose(scores, draws))
 
     def step(self, scores: Tensor, draws: Draws, drafts: Tensor, depths: Tensor) -> Tensor:
         """See `Sampler`."""
@@ -218,7 +216,7 @@ class RejectionSampler:
         tokens[torch.arange(rows, device=counts.device), accepted] = final
         return Outcome(accepted, tokens, scores.amax(-1))
 
-    def settle(self, scores: Tensor, draws: Draws, queries: Queries) -> Settled:
+    def choose(self, scores: Tensor, draws: Draws, queries: Queries) -> Choices:
         """See `Sampler`. Every row draws one token: its draft, or the one behind the drafts that it keeps."""
         nobody = len(self._proposed) - 1
         target = torch.softmax(scores, -1)
@@ -227,13 +225,14 @@ class RejectionSampler:
         place = queries.slots.clamp(max=nobody), queries.depths.clamp(max=self._proposed.shape[1] - 1)
         uniform = draws.uniform(Purpose.ACCEPT, 1, by_round=True)[:, 0]
         accepted = queries.accepted(uniform * self._proposed[*place, known] < p)
-        last = queries.first + accepted
-        decided = torch.where(accepted < queries.drafts, Purpose.RESIDUAL, Purpose.TARGET)
-        purpose = torch.where(queries.drafting, Purpose.DRAFT, decided)
-        slots, target = queries.owners.clamp(max=nobody), target[last]  # rows that are not used point at any query
+        slots, held, first, drafts, *_ = queries.owners.unbind(1)
+        last, drafting = first + accepted, drafts < 0
+        decided = torch.where(accepted < drafts, Purpose.RESIDUAL, Purpose.TARGET)
+        purpose = torch.where(drafting, Purpose.DRAFT, decided)
+        slots, target = slots.clamp(max=nobody), target[last]  # rows that are not used point at any query
         final = self._final(scores[last], target, draws.pick(last), purpose, slots, accepted)
-        self._note(torch.where(queries.drafting, slots, nobody), queries.held, target, final)
-        return Settled(queries.text(accepted, final[queries.rows]), accepted, scores.amax(-1))
+        self._note(torch.where(drafting, slots, nobody), held, target, final)
+        return Choices(final[queries.rows], scores.amax(-1), accepted)
 
     def step(self, scores: Tensor, draws: Draws, drafts: Tensor, depths: Tensor) -> Tensor:
         """See `Sampler`."""

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .device_lists import DeviceLists
-from .device_state import DeviceState, Field
+from .device_state import DeviceState
 from .graphs import Graphs, Needs, Shape
 from .kernels import work
 from .kernels.mixed_attention import Partials
 from .kernels.score_store import RawScores
+from .kernels.step_state import place_rows
 from .kernels.tiles import Tile
-from .queries import Queries
 from .request import Row, RowKind
 from .triton_backend import Tables, TritonBackend, View
 
@@ -40,20 +40,18 @@ class StepTables:
         lists: Their sparse lists.
         graphs: Knows which shapes were captured.
         longest: Most context tokens of a request.
-        most: Most queries of a row.
     """
 
     def __init__(
-        self, backend: TritonBackend, state: DeviceState, lists: DeviceLists, graphs: Graphs, longest: int, most: int
+        self, backend: TritonBackend, state: DeviceState, lists: DeviceLists, graphs: Graphs, longest: int
     ) -> None:
         self._backend = backend
         self._state = state
         self._lists = lists
         self._graphs = graphs
         self._longest = longest
-        self._most = torch.arange(most, device=state.fields.device)
         device = state.fields.device
-        entries = _ENTRIES + _ENTRIES_PER_SLOT * most * (state.filler + 1) // 16
+        entries = _ENTRIES + _ENTRIES_PER_SLOT * state.most * (state.filler + 1) // 16
         self._buffer = torch.zeros(entries, dtype=torch.int32, device=device)
         self._parts_of: dict[Shape, tuple[list[int], list[Tensor]]] = {}
         self._partials_of: dict[tuple[int, int, int], Partials] = {}
@@ -98,9 +96,8 @@ class StepTables:
         """Whose the tokens are.
 
         Returns:
-            `[T, 4]` of the tokens: slot, tokens ahead of its last committed one, row, query of the row. `[R, 6]` of
-            the rows: slot, tokens ahead of the first query, first token, drafts (-1: it drafts), forced, round. Rows
-            that are not used are the filling slot's, and so is the last entry, to which the filling tokens belong.
+            `Plan.tokens` and `Plan.owners`. Rows that are not used are the filling slot's, and so is the last entry,
+            to which the filling tokens belong.
         """
         queries, slots = np.array([row.queries for row in rows]), np.array([row.request.row for row in rows])
         draft = RowKind.DRAFT  # members of an enum are slow to look up
@@ -135,9 +132,8 @@ class StepTables:
 
     def fill(self, plan: Plan) -> tuple[Tensor, Tensor]:
         """Completes a plan's tables on the device and gives them to the kernels; token and position ids `[1, T]`."""
-        tokens, row_state, *parts = plan.parts
+        tokens, owners, *parts = plan.parts
         ids, positions, places = self._state.pack(tokens)
-        slot, ahead = row_state[:, :2].long().unbind(1)
         views = {}
         raw = scores = None
         if plan.shape.scored:
@@ -146,7 +142,7 @@ class StepTables:
             table, items, merges, scored = parts[4 * index : 4 * index + 4]
             is_scored = plan.scored_views[index]
             views[key] = View(
-                self._rows(table, slot, ahead),
+                place_rows(table, owners, self._state.fields),
                 items,
                 merges if len(merges) else None,
                 self._partials(plan.shape.work[index][0], plan.shape.tokens if is_scored else 0, plan.tile),
@@ -161,27 +157,7 @@ class StepTables:
             return
         self._backend.finish()
         scores = self._scores(plan.shape.scored, plan.tile)[1]
-        scored_rows = plan.parts[5 + 4 * plan.scored_views.index(True)]
-        row_state = plan.parts[1].long()
-        chosen = row_state[scored_rows.long()]  # -1: the last entry, which is the filler's
-        scored = self._state.fields[chosen[:, 0], Field.LENGTH] + chosen[:, 1] + 1
-        self._lists.renew(scores, chosen[:, 0], scored)
-
-    def queries(self, plan: Plan) -> Queries:
-        """The queries of a step that was filled in and not settled yet."""
-        return self._state.queries(plan.parts[0], plan.parts[1], self._most)
-
-    def _rows(self, table: Tensor, slot: Tensor, ahead: Tensor) -> Tensor:
-        """A row table with the starts and lengths that the requests have."""
-        fields = self._state.fields[slot]
-        start = fields[:, Field.LENGTH] + ahead
-        context = torch.minimum(start + table[:, work.ROW_QUERIES], fields[:, Field.CAPACITY])
-        listed = table[:, work.ROW_LISTED] > 0
-        length = torch.where(listed, fields[:, Field.TOP] + context - fields[:, Field.TAIL], context)
-        rows = table.clone()
-        rows[:, work.ROW_START] = torch.where(listed, length - 1, start).int()
-        rows[:, work.ROW_LENGTH] = length.int()
-        return rows
+        self._lists.renew(scores, plan.parts[5 + 4 * plan.scored_views.index(True)], plan.owners)
 
     def _partials(self, pieces: int, tokens: int, tile: Tile) -> Partials:
         key = (pieces, tokens, tile.block_m)
@@ -228,6 +204,16 @@ class Plan:
     tile: Tile
     scored_views: tuple[bool, ...]
     parts: list[Tensor]
+
+    @property
+    def tokens(self) -> Tensor:
+        """`[T, 4]` int32: request slot, tokens ahead of its last committed one, row, query of the row."""
+        return self.parts[0]
+
+    @property
+    def owners(self) -> Tensor:
+        """`[R, Owner]` int32, whose the rows are."""
+        return self.parts[1]
 
 
 def _filled(entries: NDArray[np.integer], length: int, value: int | list[int]) -> Array:

@@ -73,12 +73,12 @@ class Workspace:
         cache = AspireCache(layers, sizes.pages, config.page_size, sizes.slots + 1, sizes.pages_per_request, True)
         self.cache = cache
         with torch.inference_mode(False):
-            self.state = DeviceState(sizes.slots, sizes.columns, cache.page_table, config.page_size)
+            most = config.max_draft + 1
+            self.state = DeviceState(sizes.slots, sizes.columns, cache.page_table, config.page_size, most)
             self.lists = DeviceLists(config, policy, self.state, sizes.longest)
             self.backend = TritonBackend(cache, layers, policy)
             self.graphs = Graphs(captures)
-            most = config.max_draft + 1
-            self.tables = StepTables(self.backend, self.state, self.lists, self.graphs, sizes.longest, most)
+            self.tables = StepTables(self.backend, self.state, self.lists, self.graphs, sizes.longest)
         self.steps = CompiledSteps(model) if compiles else None
         self.cost_model: CostModel | None = None
         self._choices: tuple[Hashable, Captures[Hashable]] = (None, Captures(False))

@@ -22,6 +22,7 @@ if importlib.util.find_spec("triton") is None:
         "side_streams",
         "pipeline",
         "select",
+        "settle",
         "store_kv",
         "triton_backend",
     )

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from hf_aspire import AspireConfig
 from hf_aspire.batch import pack
 from hf_aspire.device_lists import DeviceLists
-from hf_aspire.device_state import DeviceState, Field
+from hf_aspire.device_state import DeviceState
+from hf_aspire.kernels import work
+from hf_aspire.kernels.step_state import Field, Owner, place_rows
 from hf_aspire.request import Request, Row
+from hf_aspire.sampling import Choices
 from hf_aspire.selection import ContextPolicy, SparseContexts
 
 LAYERS, SLOTS, LONGEST, WIDTH = 2, 3, 150, 200
@@ -34,7 +37,7 @@ def state_of(requests: list[Request], page_size: int, device: torch.device) -> D
     table = torch.zeros(SLOTS + 1, 60, dtype=torch.int32)
     for request in requests:
         table[request.row, : len(request.pages)] = torch.tensor(request.pages)
-    state = DeviceState(SLOTS, WIDTH + 70, table.to(device), page_size)
+    state = DeviceState(SLOTS, WIDTH + 70, table.to(device), page_size, most=4)
     state.load(requests, WIDTH)
     return state
 
@@ -62,10 +65,15 @@ def test_a_device_list_is_the_hosts(data: st.DataObject) -> None:
     random = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     scores = torch.randint(0, 5, (policy.lists, 3, LONGEST), generator=random) / 8  # ties abound
     rows = [Row.verify(request, scored=True) for request in requests]
-    # The middle one belongs to the slot of filling tokens, as unused score slots do.
-    slots = torch.tensor([0, SLOTS, 2], device=device)
-    scored = torch.tensor([rows[0].certain, 1, rows[1].certain], device=device)
-    lists.renew(by_unit(policy, scores).to(device), slots, scored)
+    # Nobody uses the middle score slot. The second row is scored some tokens behind what is final, as a draft row is.
+    ahead = data.draw(st.integers(0, 3))
+    owners = torch.zeros(4, len(Owner), dtype=torch.int32)
+    owners[:, Owner.SLOT] = torch.tensor([2, 1, 0, SLOTS])
+    owners[0, Owner.AHEAD] = ahead
+    state.fields[2, Field.LENGTH] -= ahead
+    scored_rows = torch.tensor([2, -1, 0], dtype=torch.int32, device=device)
+    lists.renew(by_unit(policy, scores).to(device), scored_rows, owners.to(device))
+    state.fields[2, Field.LENGTH] += ahead
     for index, (row, request) in enumerate(zip(rows, requests, strict=True)):
         contexts.renew(row, request, by_unit(policy, scores[:, 2 * index, : row.context]))
         request.length += 1  # as after a decode row
@@ -100,7 +108,7 @@ def test_tokens_are_packed_as_on_the_host(size: int, device: torch.device) -> No
     rows = [Row.verify(requests[0], False), Row.draft(requests[1], False), Row.verify(requests[2], False)]
     expected = pack(rows, state.history[:SLOTS], WIDTH, WIDTH, trash_slot=-1, sparse=None, tokens_read=0.0)
     aheads = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 1), (2, 0)]
-    tokens = torch.tensor([*aheads, (SLOTS, 0)], dtype=torch.int32, device=device)
+    tokens = torch.tensor([(*ahead, 9, 9) for ahead in (*aheads, (SLOTS, 0))], dtype=torch.int32, device=device)
     ids, positions, places = state.pack(tokens)
     assert torch.equal(ids[:, :-1], expected.token_ids) and torch.equal(positions[:, :-1], expected.position_ids)
     assert torch.equal(places[:-1], expected.write_slots)
@@ -111,12 +119,35 @@ def test_committed_tokens_follow_the_last_ones(device: torch.device) -> None:
     requests = [request_of(0, 60, 4, 4), request_of(2, 90, 9, 4)]
     state = state_of(requests, 4, device)
     # The first verifies two drafts and keeps one of them; the second makes its third draft; nobody owns the last row.
-    tokens = torch.tensor([[0, 0, 0, 0], [0, 1, 0, 1], [0, 2, 0, 2], [2, 2, 1, 0], [SLOTS, 0, 2, 0]], device=device)
     rows = torch.tensor([[0, 0, 0, 2, -1, 0], [2, 2, 3, -1, -1, 0], [SLOTS, 0, 0, -1, -1, 0]], device=device)
-    queries = state.queries(tokens.int(), rows.int(), torch.arange(4, device=device))
-    text, accepted = torch.tensor([11, 12, 13, 21, 99], device=device), torch.tensor([1, 0, 0], device=device)
-    state.settle(queries, text, accepted)
+    state.history[0, WIDTH + 4] = 11
+    choices = Choices(torch.tensor([11, 12, 13, 21, 99], device=device), torch.arange(5.0, device=device))
+    outcome = state.settle(rows.int(), choices)
+    assert outcome[:4].tolist() == [11, 12, 13, 21] and outcome[5:7].tolist() == [1, 0]
+    assert outcome[8:12].int().view(torch.float32).tolist() == [0.0, 1.0, 2.0, 3.0]
     assert state.history[0, WIDTH + 4 : WIDTH + 6].tolist() == [11, 12]
     assert state.history[2, WIDTH + 9 : WIDTH + 12].tolist() == [0, 0, 21]
     assert state.fields[0, :2].tolist() == [62, 6] and state.fields[2, :2].tolist() == [90, 9]
     assert state.fields[SLOTS].tolist() == [0] * len(Field)
+
+
+@pytest.mark.parametrize("rows", [1, 66, 130])
+def test_rows_start_where_their_requests_are(rows: int, device: torch.device) -> None:
+    random = np.random.default_rng(rows)
+    fields = random.integers(1, 500, (rows + 1, len(Field)))
+    owners = random.integers(0, 9, (rows, len(Owner)))
+    owners[:, Owner.SLOT] = random.permutation(rows)
+    table = random.integers(-1, 99, (rows, work.ROW_COLUMNS))
+    table[:, work.ROW_LISTED] = random.integers(0, 2, rows)
+    expected = table.copy()
+    for row, owner in enumerate(owners):
+        mine = fields[owner[Owner.SLOT]]
+        start = mine[Field.LENGTH] + owner[Owner.AHEAD]
+        length = min(start + table[row, work.ROW_QUERIES], mine[Field.CAPACITY])
+        if table[row, work.ROW_LISTED]:
+            length = mine[Field.TOP] + length - mine[Field.TAIL]
+            start = length - 1
+        expected[row, [work.ROW_START, work.ROW_LENGTH]] = start, length
+    parts = (torch.tensor(part, dtype=torch.int32, device=device) for part in (table, owners))
+    placed = place_rows(*parts, torch.tensor(fields, device=device))
+    assert placed.tolist() == expected.tolist()

@@ -11,11 +11,14 @@ from torch import Tensor
 from transformers.generation import logits_process as stock
 
 from hf_aspire.choice import Choice
-from hf_aspire.device_state import DeviceState, Field
-from hf_aspire.graphs import Captures
+from hf_aspire.device_state import DeviceState
+from hf_aspire.graphs import Captures, Shape
+from hf_aspire.kernels.step_state import Field
+from hf_aspire.kernels.tiles import Tile
 from hf_aspire.noise import Draws
 from hf_aspire.processing import Processing
 from hf_aspire.sampling import make_sampler
+from hf_aspire.step_tables import Plan
 
 SLOTS, MOST, WORDS, WIDTH = 4, 3, 12, 5
 NOTHING = torch.zeros(0, dtype=torch.int64)
@@ -40,10 +43,9 @@ def settled(state: DeviceState, choice: Choice, rows: list[tuple[Text, bool]], s
     filler, used = [state.filler, 0, SLOTS + 1, 0], len(tokens)
     tokens += [filler] * 3
     table += [[state.filler, 0, 0, -1, -1, 0]] * (SLOTS + 2 - len(table))
-    padded = torch.cat([scores, torch.randn(3, WORDS)])
-    int32 = {"dtype": torch.int32}
-    found = state.queries(torch.tensor(tokens, **int32), torch.tensor(table, **int32), torch.arange(MOST + 1))
-    outcome = choice.settle(found, padded)
+    parts = [torch.tensor(part, dtype=torch.int32) for part in (tokens, table)]
+    shape, tile = Shape(used + 3, 16, 0, False, ()), Tile(16, 64, 2, 2)
+    outcome = choice.settle(Plan(shape, tile, (), parts), torch.cat([scores, torch.randn(3, WORDS)]))
     text, accepted, best = outcome.split([used + 3, SLOTS + 2, used + 3])
     return text[:used].split(queries), accepted[: len(rows)].tolist(), best[:used].int().view(torch.float32)
 
@@ -54,7 +56,7 @@ def test_settled_steps_are_those_of_the_engine(kind: str, data: st.DataObject) -
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
     keys = keys_of(SLOTS, 3)
     makers = [make_sampler(kind != "greedy", kind, SLOTS, MOST, WORDS, CPU) for _ in range(2)]
-    state = DeviceState(SLOTS + 2, WIDTH + 60, torch.zeros(SLOTS + 3, 9, dtype=torch.int32), 16)
+    state = DeviceState(SLOTS + 2, WIDTH + 60, torch.zeros(SLOTS + 3, 9, dtype=torch.int32), 16, MOST + 1)
     state.noise_keys[:SLOTS] = keys
     state.fields[:SLOTS, Field.GENERATED], state.fields[:SLOTS, Field.COLUMN] = 1, WIDTH
     state.fields[:SLOTS, Field.LENGTH] = 7
