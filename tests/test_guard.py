@@ -16,9 +16,9 @@ class Loop:
     def __init__(self, fixed: bool = False, read: float = CONTEXT / 2) -> None:
         self.cost = CostModel(PRIOR, fixed)
         self.read = read
+        self.guard = Guard(self.cost)
         for _ in range(WARMUP_STEPS):
             self.cost.observe(2 * BATCH, read, PLAIN)
-        self.guard = Guard(self.cost)
 
     def plain_step(self, seconds: float = PLAIN) -> None:
         for _ in range(BATCH):

@@ -42,9 +42,9 @@ DRIFT_FACTOR = 1.3
 MOST_ELAPSED = 3.0
 # Plain steps whose median says how long the next one takes.
 PLAIN_STEPS = 5
-# Observations that the past is worth after a drift: it still separates the coefficients until there is something
-# newer, and a dozen new steps outweigh it.
-KEPT_AFTER_DRIFT = 2.0
+# Observations that the past is worth after a drift, or in a new call: it still separates the coefficients until there
+# is something newer, and a dozen new steps outweigh it.
+KEPT = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class CostModel:
         self.elapsed = 0.0
         """Seconds that they took, without pauses."""
         self.plain_steps = 0
-        """Those of plain decoding."""
+        """Those of plain decoding in this call."""
         self._fixed = fixed
         self._given = prior
         self._plain: deque[float] = deque(maxlen=PLAIN_STEPS)  # seconds / prior
@@ -142,10 +142,20 @@ class CostModel:
         return (self._coefficients or self._solve())[2]
 
     def plain_seconds(self, tokens: float, kv_tokens: float) -> float:
-        """Predicted time of a step in which every row decodes; arguments as in `seconds`."""
-        if not self._plain:
-            return self.seconds(tokens, kv_tokens)
-        return sorted(self._plain)[len(self._plain) // 2] * self._prior_seconds(tokens, kv_tokens)
+        """Predicted time of a step in which every row decodes; arguments as in `seconds`.
+
+        Until this call has measured one, not more than the fit says: what is too dear is never measured.
+        """
+        seconds = math.inf
+        if self._plain:
+            seconds = sorted(self._plain)[len(self._plain) // 2] * self._prior_seconds(tokens, kv_tokens)
+        return seconds if self.plain_steps else min(seconds, self.seconds(tokens, kv_tokens))
+
+    def begin_call(self) -> None:
+        """What was learned in earlier calls, of other batches and contexts, is soon outweighed by new steps."""
+        self.plain_steps = 0
+        if self._weight:
+            self._lighten()
 
     def observe(self, tokens: int, kv_tokens: float, seconds: float, plain: bool = False) -> None:
         """Learns from one step; leave prefill steps out, they are another regime.
@@ -164,6 +174,8 @@ class CostModel:
         if not (tokens >= 1 and 0 <= kv_tokens < math.inf and 0 < seconds < math.inf):
             raise ValueError(f"got {tokens} tokens, {kv_tokens} KV tokens and {seconds} seconds for a step")
         if plain:
+            if self.plain_steps == 0:
+                self._plain.clear()
             self.plain_steps += 1
             self._plain.append(seconds / self._prior_seconds(tokens, kv_tokens))
         self.steps += 1
@@ -200,9 +212,12 @@ class CostModel:
         level = math.exp(error)
         self._matrix /= level**2
         self._vector /= level
-        self._discount(min(1.0, KEPT_AFTER_DRIFT / self._weight))
-        self._errors.clear()
+        self._lighten()
         self._coefficients = None
+
+    def _lighten(self) -> None:
+        self._discount(min(1.0, KEPT / self._weight))
+        self._errors.clear()
 
     def _solve(self) -> _Coefficients:
         # In units of u = w / (factor scale) the ridge is RIDGE |u - prior|^2.

@@ -112,6 +112,9 @@ class Captures(Generic[K]):
     def __len__(self) -> int:
         return len(self._captured)
 
+    def __contains__(self, key: K) -> bool:
+        return key in self._captured
+
     def knows(self, key: K) -> bool:
         """Whether running this neither compiles nor captures anything."""
         return key in self._captured or (not self.enabled and self._seen[key] > 0)

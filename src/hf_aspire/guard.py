@@ -29,7 +29,7 @@ class Guard:
     speculate at all is decided by the tokens per second and row of both, over windows of steps.
 
     Args:
-        cost: Knows how long steps took. A fixed one does not, and nothing is guarded then.
+        cost: Knows how long steps took, in earlier calls too. A fixed one does not, and nothing is guarded then.
     """
 
     def __init__(self, cost: CostModel) -> None:
@@ -39,7 +39,9 @@ class Guard:
         self._probing = False
         self._enough = 0  # plain steps at which a probe ends
         self._doubted = 0.0  # the rate that made it
-        self._plain_steps, self._since_plain = cost.plain_steps, GOOD_FOR
+        cost.begin_call()
+        self._plain_steps, self._since_plain = 0, GOOD_FOR
+        self._usual = cost.steps + WARMUP_STEPS  # a call's first steps may compile, and know no acceptance yet
         self._restart(0)
 
     def observe(self, drafted: int, accepted: int) -> None:
@@ -102,8 +104,8 @@ class Guard:
             return None
         seconds, timed = self._cost.elapsed - self._started, self._cost.steps - self._first
         rate = None
-        # Steps that captured a graph are not timed, but their tokens were counted; a call's first ones may compile.
-        drafts, usual = self._drafted >= LEAST_DRAFTED * self._rounds, self._first >= WARMUP_STEPS
+        # Steps that captured a graph are not timed, but their tokens were counted.
+        drafts, usual = self._drafted >= LEAST_DRAFTED * self._rounds, self._first >= self._usual
         if drafts and usual and timed >= LEAST_TIMED * self._steps:
             rate = self._tokens / self._row_steps * timed / seconds
         self._restart(batch)

@@ -82,6 +82,8 @@ class Runner:
         result = self._graphs.run(plan.shape, lambda: self._planned(plan, tables, choice))
         if plan.shape.settles:
             return result, steady
+        if plan.shape not in self._graphs:  # its logits are elsewhere every time
+            return choice.settle(plan, result), steady
         steady = steady and choice.knows(plan, result)
         return choice.run(plan, result), steady
 

@@ -31,6 +31,7 @@ def check(mixture, *, factor=1.0, **options):
 def test_ragged_rows_in_one_launch(dtype, slots, device):
     mixture = Mixture(STEP, device, dtype=dtype)
     check(mixture, slots=slots)
+    check(mixture, slots=slots, tile=small_tile(32))
     assert (mixture.plan.used_merges > 0) == (slots > 1)
 
 

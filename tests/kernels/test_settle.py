@@ -112,8 +112,11 @@ def test_processors_that_can_be_captured_have_a_key_of_what_they_do() -> None:
     different = [key(warm(0.7)), key(warm(0.8)), key(stock.TopPLogitsWarper(0.7)), key(warm(0.7), warm(0.7))]
     assert len(set(different)) == len(different)
     assert hash(key(warm(0.7), stock.TopKLogitsWarper(5), stock.MinPLogitsWarper(0.1))) is not None
+    assert key(stock.InfNanRemoveLogitsProcessor()) != key(stock.LogitNormalization())  # neither has settings
     waits = stock.SuppressTokensLogitsProcessor([3])  # keeps a tensor, and looks tokens up in it
     assert key(waits) is key(warm(0.7), waits) is None
+    own = type("Own", (warm,), {"__call__": lambda self, ids, scores: scores})(0.7)
+    assert key(own) is key(stock.TopHLogitsWarper(0.5)) is None
 
 
 def test_samplers_that_do_different_things_have_different_keys() -> None:
