@@ -23,6 +23,7 @@ from hf_aspire.step_tables import Plan
 SLOTS, MOST, WORDS, WIDTH = 4, 3, 12, 5
 NOTHING = torch.zeros(0, dtype=torch.int64)
 CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Text:
@@ -43,9 +44,10 @@ def settled(state: DeviceState, choice: Choice, rows: list[tuple[Text, bool]], s
     filler, used = [state.filler, 0, SLOTS + 1, 0], len(tokens)
     tokens += [filler] * 3
     table += [[state.filler, 0, 0, -1, -1, 0]] * (SLOTS + 2 - len(table))
-    parts = [torch.tensor(part, dtype=torch.int32) for part in (tokens, table)]
+    parts = [torch.tensor(part, dtype=torch.int32, device=DEVICE) for part in (tokens, table)]
     shape, tile = Shape(used + 3, 16, 0, False, ()), Tile(16, 64, 2, 2)
-    outcome = choice.settle(Plan(shape, tile, (), parts), torch.cat([scores, torch.randn(3, WORDS)]))
+    padded = torch.cat([scores, torch.randn(3, WORDS)]).to(DEVICE)
+    outcome = choice.settle(Plan(shape, tile, (), parts), padded).cpu()
     text, accepted, best = outcome.split([used + 3, SLOTS + 2, used + 3])
     return text[:used].split(queries), accepted[: len(rows)].tolist(), best[:used].int().view(torch.float32)
 
@@ -55,9 +57,10 @@ def settled(state: DeviceState, choice: Choice, rows: list[tuple[Text, bool]], s
 def test_settled_steps_are_those_of_the_engine(kind: str, data: st.DataObject) -> None:
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
     keys = keys_of(SLOTS, 3)
-    makers = [make_sampler(kind != "greedy", kind, SLOTS, MOST, WORDS, CPU) for _ in range(2)]
-    state = DeviceState(SLOTS + 2, WIDTH + 60, torch.zeros(SLOTS + 3, 9, dtype=torch.int32), 16, MOST + 1)
-    state.noise_keys[:SLOTS] = keys
+    makers = [make_sampler(kind != "greedy", kind, SLOTS, MOST, WORDS, device) for device in (DEVICE, CPU)]
+    pages = torch.zeros(SLOTS + 3, 9, dtype=torch.int32, device=DEVICE)
+    state = DeviceState(SLOTS + 2, WIDTH + 60, pages, 16, MOST + 1)
+    state.noise_keys[:SLOTS] = keys.to(DEVICE)
     state.fields[:SLOTS, Field.GENERATED], state.fields[:SLOTS, Field.COLUMN] = 1, WIDTH
     state.fields[:SLOTS, Field.LENGTH] = 7
     choice = Choice(

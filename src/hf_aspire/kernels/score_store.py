@@ -271,7 +271,7 @@ def first_token(place: tl.tensor, BLOCK_N: tl.constexpr, UNIT: tl.constexpr) -> 
 @triton.jit
 def in_order(scores: tl.tensor, PLACES: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr) -> tl.tensor:
     """Scores `[PLACES]` by place -> by token."""
-    if UNIT > 1:
-        return scores
-    parts = tl.reshape(scores, (PLACES // BLOCK_N, BLOCK_N // 4, 2, 2))
-    return tl.reshape(tl.permute(parts, (0, 2, 1, 3)), (PLACES,))
+    if UNIT == 1:  # what follows an early return would be compiled all the same
+        parts = tl.reshape(scores, (PLACES // BLOCK_N, BLOCK_N // 4, 2, 2))
+        scores = tl.reshape(tl.permute(parts, (0, 2, 1, 3)), (PLACES,))
+    return scores
