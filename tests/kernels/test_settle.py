@@ -127,3 +127,17 @@ def test_samplers_that_do_different_things_have_different_keys() -> None:
     other = make_sampler(True, "rejection", 2, 3, 5, CPU)  # has memory of its own
     assert len({sampler.key for sampler in (*samplers, other)}) == 4
     assert make_sampler(True, "coupled", 4, 3, 5, CPU).key == samplers[1].key
+
+
+def test_a_draft_from_scores_without_a_number_was_proposed_for_sure() -> None:
+    """Else a verification would compare with NaN, and reject what it should weigh."""
+    sampler = make_sampler(True, "rejection", SLOTS, MOST, WORDS, DEVICE)
+    state = DeviceState(SLOTS, 20, torch.zeros(SLOTS + 1, 9, dtype=torch.int32, device=DEVICE), 16, MOST + 1)
+    choice = Choice(state, Processing([], state.history, 0), sampler, Captures(False))
+    table = [[1, 2, 0, -1, -1, 0], *[[SLOTS, 0, 0, -1, -1, 0]] * SLOTS]
+    tokens = [[1, 2, 0, 0], [SLOTS, 0, 4, 0]]
+    parts = [torch.tensor(part, dtype=torch.int32, device=DEVICE) for part in (tokens, table)]
+    plan = Plan(Shape(2, 16, 0, False, ()), Tile(16, 64, 2, 2), (), parts)
+    draft = int(choice.settle(plan, torch.full((2, WORDS), torch.nan, device=DEVICE))[0])
+    assert sampler._proposed[1, 2].tolist() == torch.eye(WORDS)[draft].tolist()
+    assert not sampler._proposed[:SLOTS].isnan().any() and sampler._proposed[:SLOTS].sum() == 1
