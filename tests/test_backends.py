@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,3 +68,25 @@ def test_a_missing_triton_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="triton is not installed"):
         choose_backend(AspireConfig(backend="triton"), [GPU])
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None  # importing it fails from now on
+sys.path.append(sys.argv[1])
+import torch
+from kit import plain, ragged, tiny_llama
+import hf_aspire
+model, batch = tiny_llama(), ragged((40, 20))
+text = hf_aspire.generate(model, **batch, do_sample=False, max_new_tokens=6)
+assert torch.equal(text, plain(model, batch, max_new_tokens=6))
+for sampling in ("coupled", "rejection"):
+    config = hf_aspire.AspireConfig(sampling=sampling, schedule="fixed", min_pages=1, recent_pages=1, sparsity=0.1)
+    hf_aspire.generate(model, **batch, do_sample=True, max_new_tokens=6, aspire_config=config)
+"""
+
+
+def test_a_cpu_needs_no_triton():
+    command = [sys.executable, "-c", WITHOUT_TRITON, str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -13,14 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .noise import Draw, Draws, Purpose, gumbel_argmax
-from .queries import Queries
+
+if TYPE_CHECKING:
+    from .queries import Queries  # it imports triton, which a CPU need not have
 
 
 @dataclass(frozen=True)
