@@ -14,6 +14,7 @@ if importlib.util.find_spec("triton") is None:
     names = (
         "combine",
         "compiled",
+        "compiles",
         "device_lists",
         "gumbel",
         "many_calls",
