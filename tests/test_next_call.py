@@ -11,6 +11,7 @@ from hf_aspire.scheduler import make_schedule
 
 def next_call(fit: CostModel, cost: CostModel, alphas: list[float], steps: int, **options: float) -> float:
     """Tokens per second of a call in closed loop."""
+    fit.begin_call()
     schedule = make_schedule(AspireConfig(), fit)
     run = simulate(schedule, lambda step: alphas, steps, cost, fit=fit, **options)  # type: ignore[arg-type]
     return run.tokens / run.seconds

@@ -29,7 +29,8 @@ class Guard:
     speculate at all is decided by the tokens per second and row of both, over windows of steps.
 
     Args:
-        cost: Knows how long steps took, in earlier calls too. A fixed one does not, and nothing is guarded then.
+        cost: Knows how long steps took, in earlier calls too, and that this one begins. A fixed one does not, and
+            nothing is guarded then.
     """
 
     def __init__(self, cost: CostModel) -> None:
@@ -39,7 +40,6 @@ class Guard:
         self._probing = False
         self._enough = 0  # plain steps at which a probe ends
         self._doubted = 0.0  # the rate that made it
-        cost.begin_call()
         self._plain_steps, self._since_plain = 0, GOOD_FOR
         self._usual = cost.steps + WARMUP_STEPS  # a call's first steps may compile, and know no acceptance yet
         self._restart(0)

@@ -77,8 +77,9 @@ class Session:
         contexts = SparseContexts(config, policy, rows, longest, device)
         cost_model = _cost_model(config, call.model, facts, memory)
         schedule = make_schedule(config, cost_model)
-        drafts, words = config.max_draft, facts.vocabulary
-        sampler = make_sampler(call.samples, config.sampling, rows, drafts, words, device, kernels.draw)
+        sampler = make_sampler(
+            call.samples, config.sampling, rows, config.max_draft, facts.vocabulary, device, kernels.draw
+        )
         processing = Processing(pure_processors(call.processors), self._history, width)
         ahead = config.max_draft + 1 if self._together else 0
         after_end = AfterEnd(self._whole, call.pad_token if self._stays else None, ahead)
@@ -237,4 +238,5 @@ def _cost_model(config: AspireConfig, model: PreTrainedModel, facts: ModelFacts,
         return CostModel(StepCost(1.0, 0.0, 0.0), fixed=True)
     if memory.cost_model is None:
         memory.cost_model = CostModel(prior_cost(model, facts.layers))
+    memory.cost_model.begin_call()
     return memory.cost_model

@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 import hf_aspire
 from hf_aspire import AspireConfig, AspireStats, prompt_attention
 from hf_aspire.backends import BackendChoice
+from hf_aspire.cost_model import CostModel
 from hf_aspire.generation import _current
 from hf_aspire.graphs import Graphs
 from hf_aspire.kernels import work
@@ -167,6 +168,8 @@ def test_captured_choices_are_those_of_the_call_at_hand(
 
 def test_the_next_call_knows_what_steps_take(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     found, batch, config = made(monkeypatch), ragged((40, 20)), settings(schedule="aspire", context="refresh")
+    begun, begin = [], CostModel.begin_call
+    monkeypatch.setattr(CostModel, "begin_call", lambda self: begun.append(self) or begin(self))
     run(model, batch, settings(schedule="fixed", context="refresh"), max_new_tokens=6)
     assert found[0].cost_model is None  # nobody asked
     run(model, batch, config, max_new_tokens=6)
@@ -175,6 +178,7 @@ def test_the_next_call_knows_what_steps_take(model: LlamaForCausalLM, monkeypatc
     steps = known.steps
     run(model, batch, config, max_new_tokens=6)
     assert len(found) == 1 and found[0].cost_model is known and known.steps > steps
+    assert begun == [known, known]
 
 
 def test_rows_that_wait_for_pages_start_when_others_end(model: LlamaForCausalLM) -> None:
