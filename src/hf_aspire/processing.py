@@ -14,21 +14,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
-# Functions of the scores alone.
-_WARPERS = (
-    stock.TemperatureLogitsWarper,
-    stock.TopKLogitsWarper,
-    stock.TopPLogitsWarper,
-    stock.MinPLogitsWarper,
-    stock.TypicalLogitsWarper,
-    stock.EpsilonLogitsWarper,
-    stock.EtaLogitsWarper,
-    stock.InfNanRemoveLogitsProcessor,
-    stock.LogitNormalization,
-    stock.SuppressTokensLogitsProcessor,
-    *([stock.TopHLogitsWarper] if hasattr(stock, "TopHLogitsWarper") else []),
-)
-# Those of them that wait for nothing on a GPU, so that they can be captured.
+# Functions of the scores alone that wait for nothing on a GPU, so that they can be captured.
 _CAPTURED = (
     stock.TemperatureLogitsWarper,
     stock.TopKLogitsWarper,
@@ -38,6 +24,13 @@ _CAPTURED = (
     stock.EpsilonLogitsWarper,
     stock.InfNanRemoveLogitsProcessor,
     stock.LogitNormalization,
+)
+# All functions of the scores alone.
+_WARPERS = (
+    *_CAPTURED,
+    stock.EtaLogitsWarper,
+    stock.SuppressTokensLogitsProcessor,
+    *([stock.TopHLogitsWarper] if hasattr(stock, "TopHLogitsWarper") else []),
 )
 # Pure functions of a row's own text and scores.
 _READERS = (
