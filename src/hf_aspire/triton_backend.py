@@ -269,7 +269,7 @@ class TritonBackend:
         shifts = np.where(by_list, 0, self._cache.page_size.bit_length() - 1)
         wanted = [row.scored_queries for row in rows]
         table = work.row_table([row.queries for row in rows], starts, lengths, tables, shifts, by_list, wanted, tokens)
-        slots = table[:, work.ROW_SCORE]
+        slots = table[:, work.ROW_SCORE]  # a view: rows without scores in this view drop out of it below
         scored = np.full(slots.max() + 1, -1, dtype=np.int32)
         off = ~np.where(drafts, key.drafts_scored, key.full_scored)
         table[off, work.ROW_SCORE] = -1

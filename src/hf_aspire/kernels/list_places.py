@@ -7,7 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .step_state import _AHEAD, _FIELDS, _LENGTH, _OWNER_COLUMNS, _TAIL, _TOP, _place
+from .step_state import Field, Owner, place_of
+
+_LENGTH, _TOP, _TAIL = (tl.constexpr(int(field)) for field in (Field.LENGTH, Field.TOP, Field.TAIL))
+_FIELDS, _AHEAD = tl.constexpr(len(Field)), tl.constexpr(int(Owner.AHEAD))
+_OWNER_COLUMNS = tl.constexpr(len(Owner))
 
 _BLOCK = 512
 """List entries per program."""
@@ -145,5 +149,5 @@ def _places_kernel(
     best = chosen + which * chosen_list_stride + tl.program_id(1) * chosen_slot_stride
     unit = tl.load(best + entry // UNIT, mask=entry < top, other=0).to(tl.int64)
     token = tl.where(entry < top, unit * UNIT + entry % UNIT, tail - top + entry)
-    place = _place(page_table + slot * table_stride, token, pages, PAGE)
+    place = place_of(page_table + slot * table_stride, token, pages, PAGE)
     tl.store(lists + which * list_stride + slot * slot_stride + entry, place.to(tl.int32), mask=entry < capacity)

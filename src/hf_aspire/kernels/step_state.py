@@ -164,12 +164,12 @@ def _pack_kernel(
     tl.store(ids + token, tl.load(history + slot * history_stride + column), mask=valid)
     tl.store(positions + token, tl.maximum(tl.load(field + _POSITION) + last, 0), mask=valid)
     index = tl.load(field + _LENGTH) + ahead
-    place = _place(page_table + slot * table_stride, index, pages, PAGE)
+    place = place_of(page_table + slot * table_stride, index, pages, PAGE)
     tl.store(places + token, tl.where(index < tl.load(field + _CAPACITY), place, -1), mask=valid)
 
 
 @triton.jit
-def _place(table: tl.tensor, index: tl.tensor, pages: tl.tensor, PAGE: tl.constexpr) -> tl.tensor:
+def place_of(table: tl.tensor, index: tl.tensor, pages: tl.tensor, PAGE: tl.constexpr) -> tl.tensor:
     """Pool places of context indices; indices behind the pages get any place."""
     page = tl.load(table + tl.minimum(index // PAGE, pages - 1)).to(tl.int64)
     return page * PAGE + index % PAGE
