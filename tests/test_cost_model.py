@@ -211,6 +211,8 @@ def test_impossible_costs_and_steps_are_refused() -> None:
     for bad in ((-1.0, 0.0, 1.0), (0.0, 0.0, 0.0), (math.inf, 0.0, 0.0), (math.nan, 1.0, 1.0)):
         with pytest.raises(ValueError, match="StepCost"):
             StepCost(*bad)
+    with pytest.raises(ValueError, match="launching"):
+        StepCost(1e-3, 1e-6, 1e-8, launching=2e-3)
     with pytest.raises(ValueError, match="base > 0"):
         CostModel(StepCost(0.0, 1e-6, 1e-8))
     model = CostModel(PRIOR)

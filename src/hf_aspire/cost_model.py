@@ -25,7 +25,7 @@ MEMORY = 0.99
 # the common factor is right, and one step is noisy by about 10 % of itself: (0.1 / 0.5)^2.
 RIDGE = 0.04
 # How far the slopes may be off the prior, at least: on some devices products take longer than reading the weights from
-# about 16 query tokens on, and one more token costs a sixteenth of the base there.
+# about 16 query tokens on, and one more token costs a sixteenth of reading them there.
 BOUND_BY_PRODUCTS = 16
 # No coefficient falls below this share of the rescaled prior, so that no step is ever predicted to be free, not even a
 # kind that was never seen.
@@ -55,19 +55,23 @@ class StepCost:
         base: Seconds that every step takes: reading the weights, launching kernels.
         per_token: Seconds per query token.
         per_kv_token: Seconds per KV token read, over all layers.
+        launching: The part of the base that launching kernels takes; more tokens never add to it.
 
     Raises:
-        ValueError: A coefficient is negative or not finite, or all are zero.
+        ValueError: A coefficient is negative or not finite, all are zero, or `launching` exceeds the base.
     """
 
     base: float
     per_token: float
     per_kv_token: float
+    launching: float = 0.0
 
     def __post_init__(self) -> None:
         coefficients = astuple(self)
         if not all(0 <= value < math.inf for value in coefficients) or sum(coefficients) == 0:
-            raise ValueError(f"StepCost: got {coefficients}, expected three finite seconds >= 0, not all zero")
+            raise ValueError(f"StepCost: got {coefficients}, expected finite seconds >= 0, not all zero")
+        if self.launching > self.base:
+            raise ValueError(f"StepCost: got {self.launching} s of launching, expected at most the base, {self.base} s")
 
 
 class CostModel:
@@ -81,8 +85,8 @@ class CostModel:
     long verifications, and a step that took twenty times too long weighs a four-hundredth. p is the prior and s the
     one factor that fits s p to the same steps best: a roofline is often off by a constant, but T and KV hardly vary
     in steady state, where only the prior can tell the coefficients apart. scale is how far a coefficient may be off:
-    as far as it is large (a per_kv_token of zero stays zero), for the slopes at least base / BOUND_BY_PRODUCTS.
-    As w >= 0, the prediction never falls with T or KV.
+    as far as it is large (a per_kv_token of zero stays zero), for the slopes at least the base without its launches
+    / BOUND_BY_PRODUCTS. As w >= 0, the prediction never falls with T or KV.
 
     When the level changes (another process on the device, a lower clock), a drift test rescales what was learned by
     the change it sees and lets new steps outweigh it soon.
@@ -110,7 +114,7 @@ class CostModel:
         self._fixed = fixed
         self._given = prior
         self._plain: deque[float] = deque(maxlen=PLAIN_STEPS)  # seconds / prior
-        slope = max(prior.per_token, prior.base / BOUND_BY_PRODUCTS)
+        slope = max(prior.per_token, (prior.base - prior.launching) / BOUND_BY_PRODUCTS)
         self._scale: Array = np.array([prior.base, slope, *(slope for _ in HINGES), prior.per_kv_token])
         known = np.array([prior.base, prior.per_token, *(0.0 for _ in HINGES), prior.per_kv_token])
         self._prior: Array = np.divide(known, self._scale, out=np.zeros_like(known), where=self._scale > 0)
@@ -120,7 +124,8 @@ class CostModel:
         self._vector: Array = np.zeros(len(known))
         self._weight = 0.0  # observations in them, forgotten ones discounted
         self._errors: deque[float] = deque(maxlen=DRIFT_STEPS)  # log(seconds / predicted)
-        self._coefficients: _Coefficients | None = (*astuple(prior), ())  # None: to be solved when next asked for
+        # None: to be solved when next asked for
+        self._coefficients: _Coefficients | None = (prior.base, prior.per_token, prior.per_kv_token, ())
 
     def seconds(self, tokens: float, kv_tokens: float) -> float:
         """Predicted time of a step.
