@@ -5,8 +5,8 @@
 
 A shape has random weights, so a draft's acceptance means nothing: it is *replayed* from the profiles named in the
 table, and contexts are random keys and values (prompts are not read). A model reads stretches of a real text, which
-overlap where it is short, and samples at temperature 0.8; its acceptance is its own. Every call runs three times, and
-the last one counts: the first compiles, and mixtures of rows are captured as graphs when they come a second time.
+overlap where it is short, and samples at temperature 0.8; its acceptance is its own. Of several equal calls the last
+one counts: the first compiles, and mixtures of rows are captured as graphs when they come a second time.
 Tokens per second are those behind the prompts until the first row ends: short benchmarks would otherwise measure how
 unevenly rows of a batch end.
 
@@ -21,7 +21,7 @@ import statistics
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,6 +67,7 @@ class Measured:
         drafts: Mean drafts of a round that holds any.
         kept: Share of them that was accepted.
         steps: (query tokens, KV tokens read, seconds) of its steps without prompts.
+        calls: `call_rate` of this call and those before it, the first one first.
     """
 
     rate: float
@@ -74,6 +75,7 @@ class Measured:
     drafts: float
     kept: float
     steps: list[tuple[int, float, float]]
+    calls: list[float]
 
     def entry(self, what: str) -> dict[str, Any]:
         """What is written down of it."""
@@ -81,6 +83,7 @@ class Measured:
             "what": what,
             "tokens_per_second": self.rate,
             "tokens_per_second_of_the_call": self.call_rate,
+            "of_all_calls": self.calls,
             "mean_drafts": self.drafts,
             "kept": self.kept,
         }
@@ -95,12 +98,14 @@ class Case:
         ids: `[batch, context]`.
         sampling: How plain and ours choose tokens.
         replayed: Whether contexts are random and acceptance is replayed.
+        calls: Equal calls of ours, of which the last counts.
     """
 
     model: PreTrainedModel
     ids: torch.Tensor
     sampling: dict[str, Any]
     replayed: bool
+    calls: int = 3
 
     @classmethod
     def of_shape(cls, model: PreTrainedModel, batch: int, context: int) -> Case:
@@ -130,9 +135,9 @@ class Case:
 
 
 def ours(case: Case, new: int, profile: list[float], fields: dict[str, Any]) -> Measured:
-    """The last of three equal calls."""
-    for _ in range(3):
-        stats = case.generate(new, profile, fields)
+    """The last of equal calls."""
+    every = [case.generate(new, profile, fields) for _ in range(case.calls)]
+    stats = every[-1]
     ids, config = case.ids, AspireConfig(**COMMON)
     length, steps = ids.shape[1], []
     committed, seconds, left = 0, 0.0, dict.fromkeys(range(len(ids)), new)
@@ -155,6 +160,7 @@ def ours(case: Case, new: int, profile: list[float], fields: dict[str, Any]) -> 
         float(drafted.mean()),
         float(accepted.sum() / max(1, drafted.sum())),
         steps,
+        [each.decode_tokens_per_second for each in every],
     )
 
 
@@ -269,6 +275,7 @@ def main(
     schedule: Annotated[list[str], typer.Option(help="Of ours, beside plain decoding; repeat it.")] = [*SCHEDULES],  # noqa: B006
     profiles: Annotated[str, typer.Option(help="Profiles, separated by commas; '' for none.")] = ",".join(PROFILES),
     plain_tokens: Annotated[int, typer.Option(help="New tokens of plain generate; 0 leaves it out.")] = 0,
+    calls: Annotated[int, typer.Option(min=1, help="Equal calls, of which the last counts.")] = 3,
     output: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
     """Measures one model at every context."""
@@ -285,15 +292,15 @@ def main(
         room = 0.88 * free_memory(torch.device("cuda"))
         rows = int(room / (kv_bytes(network) * (length + new + 32))) if batch == "fit" else int(batch)
         case = Case.of_text(loaded, rows, length) if loaded else Case.of_shape(network, rows, length)
-        results = compare(case, new, names, schedule, plain_tokens)
+        results = compare(replace(case, calls=calls), new, names, schedule, plain_tokens)
         Console(width=110).print(table_of(results, f"{name}, {rows} x {length}"))
         cases.append({"batch": rows, "context": length, "results": results})
         hf_aspire.release(network)
     if output is not None:
         versions = {m.__name__: m.__version__ for m in (torch, triton, transformers)}
         record = {"device": torch.cuda.get_device_name(), "versions": versions, "sparsity": 0.07, "policy": "verify"}
-        what = {"model": name, "new_tokens": new, "acceptance": "the model's" if loaded else "replayed"}
-        output.write_text(json.dumps({**record, **what, "cases": cases}, indent=1) + "\n")
+        record |= {"model": name, "new_tokens": new, "acceptance": "the model's" if loaded else "replayed"}
+        output.write_text(json.dumps({**record, "cases": cases}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

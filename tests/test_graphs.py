@@ -115,9 +115,9 @@ def test_every_step_gets_a_shape_that_its_work_fits_into(steps: list[Needs]) -> 
         ask(needs)
         ask(needs)
     for needs in steps[:3]:
-        assert any(ask(needs) for _ in range(130))
+        assert any(ask(needs) for _ in range(260))
     most = max((shape.tokens for shape in graphs._captured), default=0)
-    assert all(cost < 2048 + most for cost in filling.values())
+    assert all(cost < 4096 + most for cost in filling.values())
 
 
 def test_what_was_not_seen_before_makes_do_with_a_larger_shape_while_that_costs_less_than_a_capture() -> None:
@@ -127,9 +127,9 @@ def test_what_was_not_seen_before_makes_do_with_a_larger_shape_while_that_costs_
     graphs._captured[large.least] = None  # type: ignore[assignment]
     small = large._replace(tokens=40, work=((50, 3),))
     assert large.least.tokens - small.least.tokens == 256 - 64
-    assert [graphs.shape_for(small) for _ in range(12)] == [large.least] * 11 + [small.least]  # 11 * 192 > 2048
+    assert [graphs.shape_for(small) for _ in range(23)] == [large.least] * 22 + [small.least]  # 22 * 192 > 4096
     much = large._replace(tokens=249, work=((50, 3),))  # as many tokens, far fewer items
-    assert [graphs.shape_for(much) for _ in range(129)] == [large.least] * 128 + [much.least]
+    assert [graphs.shape_for(much) for _ in range(257)] == [large.least] * 256 + [much.least]
 
 
 def test_a_shape_without_graphs_is_known_once_it_ran() -> None:

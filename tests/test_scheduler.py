@@ -240,11 +240,11 @@ def of_drafts(*drafted: int) -> list[Candidate]:
     return [candidate(i, count, context=LONG) for i, count in enumerate(drafted)]
 
 
-def test_a_row_waits_for_others_to_verify_with_up_to_a_third_beyond_its_best_length() -> None:
+def test_a_row_waits_for_others_to_verify_with_up_to_half_beyond_its_best_length() -> None:
     schedule, best = make("aspire"), best_length(LONG)
-    latest = best + best // 3
+    latest = best + best // 2
     assert best >= 6
-    assert schedule.decide(of_drafts(0, best, latest - 1, 3)) == [DRAFT] * 4
+    assert schedule.decide(of_drafts(0, best, latest - 1, 2)) == [DRAFT] * 4
     assert schedule.decide(of_drafts(0, best, latest, 1)) == [DRAFT, VERIFY, VERIFY, DRAFT]
 
 

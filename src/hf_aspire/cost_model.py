@@ -71,7 +71,7 @@ class StepCost:
         if not all(0 <= value < math.inf for value in coefficients) or sum(coefficients) == 0:
             raise ValueError(f"StepCost: got {coefficients}, expected finite seconds >= 0, not all zero")
         if self.launching > self.base:
-            raise ValueError(f"StepCost: got {self.launching} s of launching, expected at most the base, {self.base} s")
+            raise ValueError(f"StepCost: got {self.launching} s of launching, expected at most the base {self.base} s")
 
 
 class CostModel:

@@ -20,9 +20,9 @@ MOST_GRAPHS = 96
 """Keys beyond which new ones run without a graph: each takes memory, and capturing takes time."""
 _ROOM = 4
 """By how much the tables of a captured shape may exceed what is needed; an item without work returns at once."""
-_PATIENCE = 2048
+_PATIENCE = 4096
 """Tokens by which larger shapes may have filled steps up before these get a shape of their own: about what that takes
-(a step without a graph and a capture, 0.1 s; a token of filling, 5 to 20 us, 135M to 8B parameters on an H200)."""
+(a step without a graph and a capture, 0.1 s; a token of filling, 4 to 20 us, 135M to 8B parameters on an H200)."""
 _LEAST_FILLING = 16
 """What a shape of as many tokens counts that is larger otherwise. Not tuned."""
 

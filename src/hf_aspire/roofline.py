@@ -13,9 +13,9 @@ from .cache import LayerSpec
 from .compat import PreTrainedModel
 from .cost_model import StepCost
 
-# What a layer takes beyond its bytes: the starts and ends of a dozen kernels. H200, 2026-11-29, compiled layers in CUDA
-# graphs, steps of 16 to 96 tokens: 43 us in SmolLM2-135M, 40 in an 8B shape, 60 in a 1.7B shape. Small models take most
-# of a step for it; without it, the fit takes it for the cost of query tokens. Half or twice of it does as well.
+# What a layer takes beyond its bytes: the starts and ends of a dozen kernels. By fits of traced steps (H200, compiled
+# layers in CUDA graphs, 2026-11-29) 42 us in SmolLM2-135M, 43 in an 8B and 60 in a 1.7B shape. It is most of a small
+# model's step, and a fit that does not know it takes it for the cost of query tokens. 25 to 70 us do as well.
 LAUNCHING_PER_LAYER = 45e-6
 
 
@@ -41,7 +41,7 @@ def device_rates(device: torch.device, dtype: torch.dtype) -> DeviceRates:
 
 
 def prior_cost(model: PreTrainedModel, layers: tuple[LayerSpec, ...]) -> StepCost:
-    """The roofline of a model's step: weights, listed keys and values read once, one product per token; and launches."""
+    """The roofline of a model's step, and its launches: all weights and every listed key and value are read once."""
     first = layers[0]
     rates = device_rates(first.device, first.dtype)
     weights = [p for p in model.parameters() if p.device.type != "meta"]
