@@ -28,7 +28,10 @@ def test_a_shape_serves_what_is_smaller_and_of_its_kind() -> None:
     assert not needs._replace(tokens=9).fit(shape)
     assert not needs._replace(block_m=32).fit(shape)
     assert not needs._replace(settles=True).fit(shape)
+    assert needs._replace(work=((129, 17), (64, 0))).fit_but_for_work(shape)
+    assert not needs._replace(scored=5).fit_but_for_work(shape)
     # The tokens that fill the batch up take items, too: five of them two tiles.
+    assert needs._replace(tokens=3).room_in(shape) == ((126, 16), (62, 0))
     assert needs._replace(tokens=3, work=((126, 16), (62, 0))).fit(shape)
     assert not needs._replace(tokens=3, work=((127, 16), (62, 0))).fit(shape)
 
@@ -83,6 +86,11 @@ def test_what_ends_a_capture_is_not_hidden_by_what_ending_it_raises(
     assert not one_capture.locked()
 
 
+def never(shape: Shape) -> bool:
+    """The work cannot be cut in another way."""
+    return False
+
+
 mixtures = st.builds(
     Needs,
     tokens=st.integers(1, 300),
@@ -101,7 +109,7 @@ def test_every_step_gets_a_shape_that_its_work_fits_into(steps: list[Needs]) -> 
     filling: Counter[Shape] = Counter()
 
     def ask(needs: Needs) -> bool:
-        shape, least = graphs.shape_for(needs), needs.least
+        shape, least = graphs.shape_for(needs, never), needs.least
         assert needs.fit(least) and needs.fit(shape)
         assert shape == least or shape in graphs._captured
         assert shape == least or least not in graphs._captured
@@ -115,21 +123,49 @@ def test_every_step_gets_a_shape_that_its_work_fits_into(steps: list[Needs]) -> 
         ask(needs)
         ask(needs)
     for needs in steps[:3]:
-        assert any(ask(needs) for _ in range(260))
+        assert any(ask(needs) for _ in range(520))
     most = max((shape.tokens for shape in graphs._captured), default=0)
-    assert all(cost < 4096 + most for cost in filling.values())
+    assert all(cost < 8192 + most for cost in filling.values())
 
 
 def test_what_was_not_seen_before_makes_do_with_a_larger_shape_while_that_costs_less_than_a_capture() -> None:
     graphs = Graphs(enabled=True)
     large = Needs(250, 16, 4, True, ((500, 20),), 4)
-    assert graphs.shape_for(large) == large.least
+    assert graphs.shape_for(large, never) == large.least
     graphs._captured[large.least] = None  # type: ignore[assignment]
     small = large._replace(tokens=40, work=((50, 3),))
     assert large.least.tokens - small.least.tokens == 256 - 64
-    assert [graphs.shape_for(small) for _ in range(23)] == [large.least] * 22 + [small.least]  # 22 * 192 > 4096
+    assert [graphs.shape_for(small, never) for _ in range(44)] == [large.least] * 43 + [small.least]  # 43 * 192 > 8192
     much = large._replace(tokens=249, work=((50, 3),))  # as many tokens, far fewer items
-    assert [graphs.shape_for(much) for _ in range(257)] == [large.least] * 256 + [much.least]
+    assert [graphs.shape_for(much, never) for _ in range(513)] == [large.least] * 512 + [much.least]
+
+
+@given(steps=st.lists(mixtures, max_size=30), needs=mixtures, most=st.integers(1, 900))
+def test_work_is_cut_for_a_captured_shape_only_where_nothing_else_would_do(
+    steps: list[Needs], needs: Needs, most: int
+) -> None:
+    graphs, asked = Graphs(enabled=True), list[Shape]()
+    graphs._captured.update((each.least, None) for each in steps)  # type: ignore[misc]
+
+    def cuttable(shape: Shape) -> bool:
+        asked.append(shape)
+        return shape.work[0][0] >= most
+
+    shape = graphs.shape_for(needs, cuttable)
+    if any(needs.fit(each) for each in graphs._captured):
+        assert not asked and needs.fit(shape)
+    else:
+        could = [each for each in graphs._captured if needs.fit_but_for_work(each) and each.work[0][0] >= most]
+        assert shape == (min(could, key=lambda each: each.size) if could else needs.least)
+    assert needs.fit_but_for_work(shape)
+
+
+def test_where_no_more_can_be_captured_what_was_captured_serves_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_aspire.graphs.MOST_GRAPHS", 1)
+    graphs, large = Graphs(enabled=True), Needs(250, 16, 4, True, ((500, 20),), 4)
+    graphs._captured[large.least] = None  # type: ignore[assignment]
+    small = large._replace(tokens=40, work=((50, 3),))
+    assert {graphs.shape_for(small, never) for _ in range(100)} == {large.least}
 
 
 def test_a_shape_without_graphs_is_known_once_it_ran() -> None:

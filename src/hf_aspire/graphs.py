@@ -20,7 +20,7 @@ MOST_GRAPHS = 96
 """Keys beyond which new ones run without a graph: each takes memory, and capturing takes time."""
 _ROOM = 4
 """By how much the tables of a captured shape may exceed what is needed; an item without work returns at once."""
-_PATIENCE = 4096
+_PATIENCE = 8192
 """Tokens by which larger shapes may have filled steps up before these get a shape of their own: about what that takes
 (a step without a graph and a capture, 0.1 s; a token of filling, 4 to 20 us, 135M to 8B parameters on an H200)."""
 _LEAST_FILLING = 16
@@ -79,15 +79,22 @@ class Needs(NamedTuple):
         filling = -(-(tokens - self.tokens) // self.queries_per_tile)
         return tuple((items + filling, merges) for items, merges in self.work)
 
+    def room_in(self, shape: Shape) -> tuple[tuple[int, int], ...]:
+        """(items, merges) of every view that a shape has for the step's own tokens."""
+        filling = -(-(shape.tokens - self.tokens) // self.queries_per_tile)
+        return tuple((items - filling, merges) for items, merges in shape.work)
+
+    def fit_but_for_work(self, shape: Shape) -> bool:
+        """Whether a forward of a shape can do the work, if that is cut so that it fits."""
+        kind = shape.block_m, shape.settles, shape.scored > 0
+        same = kind == (self.block_m, self.settles, self.scored > 0)
+        return same and shape.tokens >= self.tokens and shape.scored >= self.scored
+
     def fit(self, shape: Shape) -> bool:
         """Whether a forward of a shape can do the work."""
-        kind = shape.block_m, shape.settles, shape.scored > 0
-        if kind != (self.block_m, self.settles, self.scored > 0) or shape.tokens < self.tokens:
-            return False
-        needed = self.in_batch_of(shape.tokens)
-        return shape.scored >= self.scored and all(
-            most_items >= items and most_merges >= merges
-            for (items, merges), (most_items, most_merges) in zip(needed, shape.work, strict=True)
+        return self.fit_but_for_work(shape) and all(
+            items <= most_items and merges <= most_merges
+            for (items, merges), (most_items, most_merges) in zip(self.work, self.room_in(shape), strict=True)
         )
 
 
@@ -176,22 +183,32 @@ class Graphs(Captures[Shape]):
         super().__init__(enabled)
         self._waited: Counter[Shape] = Counter()
 
-    def shape_for(self, needs: Needs) -> Shape:
+    def shape_for(self, needs: Needs, cuttable: Callable[[Shape], bool]) -> Shape:
         """The shape that a step takes: a captured one, or at last one of its own.
 
         A step without a graph takes several times as long, and capturing one longer still. So a mixture that was not
-        seen before fills up a captured shape of about its size or, until that has cost as much, any that it fits into.
+        seen before fills up a captured shape of about its size or, until that has cost as much, any that it fits into,
+        if need be with its work cut in another way.
+
+        Args:
+            needs: Of the step.
+            cuttable: Whether the step's work can be cut so that it fits a shape that has too little room for it.
         """
         least = needs.least
         if least in self._captured:
             return least
-        fitting = sorted((shape for shape in self._captured if needs.fit(shape)), key=lambda shape: shape.size)
+        roomy = sorted(
+            (shape for shape in self._captured if needs.fit_but_for_work(shape)), key=lambda shape: shape.size
+        )
+        fitting = [shape for shape in roomy if needs.fit(shape)]
         near = next((shape for shape in fitting if _is_near(least, shape)), None)
         if near is not None:
             return near
-        if fitting and self._waited[least] < _PATIENCE:
-            self._waited[least] += max(fitting[0].tokens - least.tokens, _LEAST_FILLING)
-            return fitting[0]
+        if self._waited[least] < _PATIENCE or len(self._captured) >= MOST_GRAPHS:
+            taken = next(iter(fitting), None) or next((shape for shape in roomy if cuttable(shape)), None)
+            if taken is not None:
+                self._waited[least] += max(taken.tokens - least.tokens, _LEAST_FILLING)
+                return taken
         return least
 
 

@@ -29,6 +29,8 @@ from .triton_backend import Tables, TritonBackend, View
 Array = NDArray[np.int32]
 _ENTRIES, _ENTRIES_PER_SLOT = 1 << 18, 1 << 10
 """Room for a step's tables: pieces are bounded by the device, tokens, tiles and rows by the request slots."""
+_HARDLY_LONGER = 1.05
+"""Of the attention's time: a step without a graph takes ten times as long."""
 
 
 class StepTables:
@@ -70,14 +72,12 @@ class StepTables:
         tile = backend.tile(max(row.queries for row in rows))
         per_tile = backend.queries_per_tile(tile)
         slots = np.array([row.request.row for row in rows])
-        tables, cuts, score_slots = [], [], 0
-        for key in backend.view_keys:
-            table, scored = backend.row_table(key, rows, listed, slots)
-            tables.append((table, scored))
-            cuts.append(backend.cut(table, tile))
-            score_slots = max(score_slots, 0 if scored is None else len(scored))
+        tables = [backend.row_table(key, rows, listed, slots) for key in backend.view_keys]
+        cuts = [backend.cut(table, tile) for table, _ in tables]
+        score_slots = max(0 if scored is None else len(scored) for _, scored in tables)
         needed = tuple((cut.used_items, cut.used_merges) for cut in cuts)
-        shape = self._graphs.shape_for(Needs(count, tile.block_m, score_slots, settles, needed, per_tile))
+        needs = Needs(count, tile.block_m, score_slots, settles, needed, per_tile)
+        shape, cuts = self._fitted(needs, [table for table, _ in tables], cuts, tile)
 
         filling = shape.tokens - count
         parts = self._who(rows, filling, forced)
@@ -91,6 +91,22 @@ class StepTables:
             ]
         scored_views = tuple(scored is not None for _, scored in tables)
         return Plan(shape, tile, scored_views, self._send(shape, parts))
+
+    def _fitted(
+        self, needs: Needs, tables: Sequence[work.Table], cuts: list[work.Work], tile: Tile
+    ) -> tuple[Shape, list[work.Work]]:
+        """The step's shape, and its work, cut in another way where the shape has too little room for it."""
+
+        def cut_for(shape: Shape) -> list[work.Work]:
+            rooms = needs.room_in(shape)
+            return [self._backend.cut(table, tile, room) for table, room in zip(tables, rooms, strict=True)]
+
+        def cuttable(shape: Shape) -> bool:
+            pairs = zip(cut_for(shape), cuts, strict=True)
+            return all(cut.time <= _HARDLY_LONGER * best.time for cut, best in pairs)
+
+        shape = self._graphs.shape_for(needs, cuttable)
+        return shape, cuts if needs.fit(shape) else cut_for(shape)
 
     def _who(self, rows: Sequence[Row], filling: int, forced: NDArray[np.int64]) -> list[NDArray[np.integer]]:
         """Whose the tokens are.

@@ -6,6 +6,7 @@ Long prompt chunks are read by a library's attention, all but their last queries
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -221,10 +222,10 @@ class TritonBackend:
         """Queries of a row that share a tile."""
         return tile.queries(self._group)
 
-    def cut(self, rows: work.Table, tile: Tile) -> work.Work:
-        """A view's rows cut for this device."""
+    def cut(self, rows: work.Table, tile: Tile, room: tuple[float, float] = (math.inf, math.inf)) -> work.Work:
+        """A view's rows cut for this device; `room` as in `plan_work`."""
         slots = tile.slots(_multiprocessors(self._spec.device), self._spec.kv_heads)
-        return work.plan_work(rows, tile.queries(self._group), slots, tile.block_n)
+        return work.plan_work(rows, tile.queries(self._group), slots, tile.block_n, room=room)
 
     def partials(self, count: int, tokens: int, tile: Tile) -> Partials:
         """Scratch for `count` pieces; `tokens` 0 where no row is scored."""

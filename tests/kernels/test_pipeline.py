@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from hf_aspire import AspireConfig, AspireStats, prompt_attention
 from hf_aspire.backends import BackendChoice
 from hf_aspire.cost_model import CostModel
 from hf_aspire.generation import _current
-from hf_aspire.graphs import Graphs
+from hf_aspire.graphs import Graphs, Needs, Shape
 from hf_aspire.kernels import work
 from hf_aspire.step_tables import Plan, StepTables
 from hf_aspire.testing import random_context, replay_acceptance
@@ -129,6 +129,30 @@ def test_no_row_reads_less_than_its_context(model: LlamaForCausalLM, monkeypatch
     with replay_acceptance([0.0]):
         run(model, ragged((60, 50)), config, max_new_tokens=7)
     assert listed
+
+
+def test_work_that_is_cut_to_fit_a_graph_gives_plains_text(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tight: list[Shape] = []
+
+    def squeeze(self: Graphs, needs: Needs, cuttable: Callable[[Shape], bool]) -> Shape:
+        """A shape with room for an item less than needed, if that can be."""
+        tokens = needs.least.tokens
+        less = tuple((items - 1, merges) for items, merges in needs.in_batch_of(tokens))
+        shape = needs.least._replace(work=less)
+        if not cuttable(shape):
+            return needs.least
+        tight.append(shape)
+        return shape
+
+    monkeypatch.setattr(Graphs, "shape_for", squeeze)
+    monkeypatch.setattr("hf_aspire.step_tables._HARDLY_LONGER", 10.0)
+    monkeypatch.setattr("hf_aspire.triton_backend._multiprocessors", lambda device: 1)  # so that rows are cut
+    batch = ragged((400, 250, 300))
+    text, _ = run(model, batch, settings(schedule="fixed"), max_new_tokens=12)
+    assert text.equal(text_of(model, batch, max_new_tokens=12))
+    assert tight
 
 
 @pytest.mark.parametrize("sampling", ["coupled", "rejection"])

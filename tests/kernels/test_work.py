@@ -1,5 +1,7 @@
 """The work list covers every row's context once, in pieces of about equal work."""
 
+import math
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,13 +14,16 @@ from hf_aspire.kernels import work
     per_tile=st.integers(1, 16),
     slots=st.integers(1, 64),
     window=st.sampled_from([0, 1, 100]),
+    room=st.just((math.inf, math.inf)) | st.tuples(st.integers(0, 60), st.integers(0, 12)),
 )
-def test_pieces_cover_what_each_tile_sees(rows, per_tile, slots, window):
+def test_pieces_cover_what_each_tile_sees(rows, per_tile, slots, window, room):
     queries = np.array([q for q, _ in rows])
     starts = np.array([s for _, s in rows])
     zeros = np.zeros_like(queries)
     table = work.row_table(queries, starts, starts + queries, zeros, zeros + 4, zeros)
-    plan = work.plan_work(table, per_tile, slots, block=32, window=window)
+    plan = work.plan_work(table, per_tile, slots, block=32, window=window, room=room)
+    if plan.time < math.inf:
+        assert plan.used_items <= room[0] and plan.used_merges <= room[1]
     items = plan.items[: plan.used_items]
     assert (plan.items[plan.used_items :] == -1).all()
     slots = []
@@ -45,16 +50,39 @@ def test_pieces_cover_what_each_tile_sees(rows, per_tile, slots, window):
     assert sorted(slots) == list(range(len(slots))) and len(slots) <= plan.partials
 
 
+@given(
+    lengths=st.lists(st.integers(1, 20_000), min_size=1, max_size=30),
+    slots=st.integers(1, 64),
+    room=st.tuples(st.integers(0, 100), st.integers(0, 30)),
+)
+def test_less_room_never_ends_sooner_and_what_fits_is_left_as_it_is(lengths, slots, room):
+    best, cut = plan_of([1] * len(lengths), lengths, slots), plan_of([1] * len(lengths), lengths, slots, room)
+    if best.used_items <= room[0] and best.used_merges <= room[1]:
+        assert np.array_equal(best.items, cut.items) and best.time == cut.time
+    else:
+        assert cut.time >= best.time
+    if room[0] < len(lengths):
+        assert cut.time == math.inf
+
+
+def test_work_is_cut_to_fit_where_that_hardly_takes_longer():
+    best = plan_of([1] * 4, [8192] * 4, 33)
+    fewer = plan_of([1] * 4, [8192] * 4, 33, (best.used_items - 1, 4))
+    assert best.used_items == 32 and fewer.used_items == 28
+    assert best.time < fewer.time < 1.05 * best.time
+    assert plan_of([1] * 4, [8192] * 4, 33, (32, 3)).time == math.inf
+
+
 def lengths_of(plan):
     items = plan.items[: plan.used_items]
     return items[:, work.ITEM_END] - items[:, work.ITEM_BEGIN]
 
 
-def plan_of(queries, lengths, slots):
+def plan_of(queries, lengths, slots, room=(math.inf, math.inf)):
     queries, lengths = np.array(queries), np.array(lengths)
     zeros = np.zeros_like(lengths)
     table = work.row_table(queries, lengths - queries, lengths, zeros, zeros + 4, zeros)
-    return work.plan_work(table, 8, slots, block=64)
+    return work.plan_work(table, 8, slots, block=64, room=room)
 
 
 def test_work_is_split_by_length_not_by_row():

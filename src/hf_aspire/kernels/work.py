@@ -71,6 +71,7 @@ class Work:
         partials: Slots of partial results, padded to a bucket.
         used_items: Items that hold work.
         used_merges: Tiles of more than one piece.
+        time: When all should be merged, in tokens that a program reads meanwhile.
     """
 
     items: Table
@@ -78,6 +79,7 @@ class Work:
     partials: int
     used_items: int
     used_merges: int
+    time: float
 
 
 def row_table(
@@ -136,6 +138,7 @@ def plan_work(
     block: int,
     window: int = 0,
     slack: int = 0,
+    room: tuple[float, float] = (math.inf, math.inf),
 ) -> Work:
     """Cuts rows into pieces of equal work.
 
@@ -146,13 +149,14 @@ def plan_work(
         block: Context tokens that the kernel reads at a time; pieces are multiples of it.
         window: Tokens that a query sees, itself included; 0: all. Lists have no window.
         slack: By how much a start may exceed the true one.
+        room: Items and merges to keep to; where no cut that is tried does, the result has more, and no end in time.
 
     Returns:
         The work; where every piece covers its tile, no merges.
     """
     row, first, begin, end = _tiles(rows, queries_per_tile, block, window, slack)
     work = np.maximum(end - begin, 1)
-    pieces = _pieces(work, slots, block)
+    pieces, time = _pieces(work, slots, block, room)
     merged = pieces > 1
     partials = np.where(merged, pieces, 0).cumsum()
     slot_of = np.where(merged, partials - pieces, -1)
@@ -167,21 +171,25 @@ def plan_work(
 
     merges = _padded(np.array([row, first, slot_of, pieces]).T[merged], MERGE_COLUMNS)
     used = int(merged.sum())
-    return Work(items, merges, bucket(int(partials[-1])) if used else 0, len(tile), used)
+    return Work(items, merges, bucket(int(partials[-1])) if used else 0, len(tile), used, time)
 
 
-def _pieces(work: NDArray[np.int64], slots: int, block: int) -> NDArray[np.int64]:
-    """Pieces per tile: the cut whose longest-first schedule ends first."""
+def _pieces(
+    work: NDArray[np.int64], slots: int, block: int, room: tuple[float, float]
+) -> tuple[NDArray[np.int64], float]:
+    """Pieces per tile, of the cut whose longest-first schedule ends first, and when that is."""
     share = float(work.sum()) / slots
     sizes = np.maximum(-(-(share * _CUTS).astype(np.int64) // block), 1) * block
     cuts = -(-work // sizes[:, None])
     taken = np.arange(slots, 0, -1)  # slots that are, before each end
     speed = np.minimum((slots / taken) ** _FASTER, _FASTEST)
-    shortest, best, tried = math.inf, work, 0
+    shortest, best, tried = math.inf, cuts[0], 0
     for pieces, count in zip(cuts, cuts.sum(1).tolist(), strict=True):
         if count == tried:  # no tile has fewer pieces than before, so each has as many
             continue
         tried = count
+        if count > room[0] or np.count_nonzero(pieces > 1) > room[1]:
+            break
         most = int(pieces.max())
         merging = _MERGE_COST + _PIECE_COST * most if most > 1 else 0
         if share + _ITEM_COST * count / slots + merging > shortest:
@@ -191,7 +199,7 @@ def _pieces(work: NDArray[np.int64], slots: int, block: int) -> NDArray[np.int64
         duration = float((ends / speed).sum()) + merging
         if duration < shortest:
             shortest, best = duration, pieces
-    return best
+    return best, shortest
 
 
 def _ends(work: NDArray[np.int64], pieces: NDArray[np.int64], slots: int) -> NDArray[np.float64]:
