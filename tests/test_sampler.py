@@ -18,7 +18,8 @@ from transformers.generation.logits_process import (
 )
 
 from hf_aspire.noise import Draws
-from hf_aspire.sampling import ArgmaxSampler, RejectionSampler, Sampler, make_sampler
+from hf_aspire.sampler import Sampler
+from hf_aspire.sampling import ArgmaxSampler, RejectionSampler, make_sampler
 
 DRAWS = 200_000
 CHUNK = 10_000

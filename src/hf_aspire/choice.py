@@ -10,7 +10,7 @@ from .device_state import DeviceState
 from .graphs import Captures
 from .noise import Draws
 from .processing import Processing
-from .sampling import Choices, Sampler
+from .sampler import Choices, Sampler
 from .step_tables import Plan
 
 

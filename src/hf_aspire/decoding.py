@@ -8,7 +8,7 @@ from .cost_model import CostModel
 from .planner import Planner
 from .processing import Processing
 from .runner import Runner
-from .sampling import Sampler
+from .sampler import Sampler
 from .scheduler import Schedule
 from .selection import SparseContexts
 from .stats import StatsRecorder

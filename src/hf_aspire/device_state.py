@@ -10,7 +10,7 @@ from torch import Tensor
 from .kernels.step_state import Field, Owner, pack_tokens, settle_rows
 from .queries import Queries
 from .request import Request
-from .sampling import Choices
+from .sampler import Choices
 
 
 class DeviceState:

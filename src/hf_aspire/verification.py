@@ -19,7 +19,7 @@ from .noise import Draws
 from .outputs import Outputs
 from .processing import Processing
 from .request import Request, Row
-from .sampling import Sampler
+from .sampler import Sampler
 from .stats import RowRecord
 from .testing import Replay
 

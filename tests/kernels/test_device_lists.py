@@ -16,7 +16,7 @@ from hf_aspire.device_state import DeviceState
 from hf_aspire.kernels import work
 from hf_aspire.kernels.step_state import Field, Owner, place_rows
 from hf_aspire.request import Request, Row
-from hf_aspire.sampling import Choices
+from hf_aspire.sampler import Choices
 from hf_aspire.selection import ContextPolicy, SparseContexts
 
 LAYERS, SLOTS, LONGEST, WIDTH = 2, 3, 150, 200
