@@ -138,6 +138,8 @@ def test_what_was_not_seen_before_makes_do_with_a_larger_shape_while_that_costs_
     assert [graphs.shape_for(small, never) for _ in range(44)] == [large.least] * 43 + [small.least]  # 43 * 192 > 8192
     much = large._replace(tokens=249, work=((50, 3),))  # as many tokens, far fewer items
     assert [graphs.shape_for(much, never) for _ in range(513)] == [large.least] * 512 + [much.least]
+    more = large._replace(tokens=249, work=((600, 20),))  # more items than it has room for
+    assert [graphs.shape_for(more, lambda shape: True) for _ in range(513)] == [large.least] * 512 + [more.least]
 
 
 @given(steps=st.lists(mixtures, max_size=30), needs=mixtures, most=st.integers(1, 900))
