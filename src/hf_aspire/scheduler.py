@@ -18,8 +18,8 @@ LEAST_GAIN = 1.03
 # Rows verify in company: from half of their best draft length on they join others that do, and up to half beyond it
 # they wait for some. A step that holds any full row costs more than that row's bytes (more query tokens, scores, new
 # lists: 0.8 of 11.5 ms, 8B shape, 27 requests of 32k tokens on an H200; 0.5 of 4 in SmolLM2-135M), while a few drafts
-# more or less than the best length cost next to nothing. In a closed loop with traced costs, 45 mixtures of model,
-# batch, context and acceptance: 4 % more tokens per second than every row for itself, between -3 and +21 %.
+# more or less than the best length cost next to nothing. Over the 45 mixtures of `benchmarks/bench_schedules.py` they
+# make 4.5 % more tokens per second than every row for itself, between -1.5 and +22 %.
 COMPANY = 2
 _DRAFT, _VERIFY, _DECODE = RowKind.DRAFT, RowKind.VERIFY, RowKind.DECODE  # members of an enum are slow to look up
 
