@@ -6,7 +6,7 @@
 A shape has random weights, so a draft's acceptance means nothing: it is *replayed* from the profiles named in the
 table, and contexts are random keys and values (prompts are not read). A model reads stretches of a real text, which
 overlap where it is short, and samples at temperature 0.8; its acceptance is its own. Of several equal calls the last
-one counts: the first compiles, and mixtures of rows are captured as graphs when they come a second time.
+one counts: the first compiles, and mixtures of rows are captured as graphs when they come again.
 Tokens per second are those behind the prompts until the first row ends: short benchmarks would otherwise measure how
 unevenly rows of a batch end.
 

@@ -8,8 +8,8 @@ and KV the tokens that its rows read: base + per_token T + per_kv_token KV, and 
 to the steps as they come, with 5 % noise, and it hears of acceptance one step late, as in `pipeline.py`. No text ends,
 and no step is slow because its shape is new. Rates are those of the last two thirds of a run.
 
-Against `aspire` stand the best of a few lengths in lockstep, which nobody knows beforehand, and `aspire` with every
-row for itself.
+Against `aspire` stand the best of a few lengths in lockstep, plain decoding among them, which nobody knows beforehand,
+and `aspire` with every row for itself.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hf_aspire.roofline import LAUNCHING_PER_LAYER
 from hf_aspire.scheduler import Candidate, Schedule, make_schedule
 
 STEPS, SEEDS, MOST = 700, 3, 15
-LENGTHS = (2, 3, 4, 6, 8, 12)
+LENGTHS = (0, 2, 3, 4, 6, 8, 12, MOST)
 BYTES_PER_SECOND, FLOPS_PER_SECOND = 4.18e12, 6.3e14  # copies and large products, as measured on an H200
 
 
@@ -150,6 +150,13 @@ def rate(
     return tokens / seconds
 
 
+def lockstep(length: int) -> AspireConfig:
+    """Every row drafts as often, and then all verify; 0: plain decoding."""
+    if length == 0:
+        return AspireConfig(schedule="autoregressive")
+    return AspireConfig(schedule="fixed", draft_length=length, max_draft=MOST)
+
+
 def mean_rate(config: AspireConfig, machine: Machine, draw: Callable[[random.Random], Text]) -> float:
     """Of several runs, each with a cost model of its own."""
     fits = [CostModel(machine.prior) for _ in range(SEEDS)]
@@ -162,10 +169,7 @@ def main(output: Annotated[Path | None, typer.Option(help="JSON file to write.")
     results = []
     for name, machine in MACHINES.items():
         for text, draw in TEXTS.items():
-            fixed = {
-                length: mean_rate(AspireConfig(schedule="fixed", draft_length=length, max_draft=MOST), machine, draw)
-                for length in LENGTHS
-            }
+            fixed = {length: mean_rate(lockstep(length), machine, draw) for length in LENGTHS}
             best = max(fixed, key=fixed.__getitem__)
             aspire = mean_rate(AspireConfig(max_draft=MOST), machine, draw)
             with patch.object(scheduler, "COMPANY", 1 << 30):

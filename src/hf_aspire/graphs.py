@@ -17,7 +17,7 @@ from .side_streams import one_capture
 K = TypeVar("K", bound=Hashable)
 
 MOST_GRAPHS = 96
-"""Keys beyond which new ones run without a graph: each takes memory, and capturing takes time."""
+"""Keys that are captured at most: each takes memory. Others then take a captured shape that serves, or no graph."""
 _ROOM = 4
 """By how much the tables of a captured shape may exceed what is needed; an item without work returns at once."""
 _PATIENCE = 8192
@@ -187,8 +187,8 @@ class Graphs(Captures[Shape]):
         """The shape that a step takes: a captured one, or at last one of its own.
 
         A step without a graph takes several times as long, and capturing one longer still. So a mixture that was not
-        seen before fills up a captured shape of about its size or, until that has cost as much, any that it fits into,
-        if need be with its work cut in another way.
+        seen before fills up a captured shape of about its size or the smallest that it fits into, if need be with its
+        work cut in another way: until that has cost as much, or for good where no more can be captured.
 
         Args:
             needs: Of the step.
@@ -197,15 +197,13 @@ class Graphs(Captures[Shape]):
         least = needs.least
         if least in self._captured:
             return least
-        roomy = sorted(
-            (shape for shape in self._captured if needs.fit_but_for_work(shape)), key=lambda shape: shape.size
-        )
-        fitting = [shape for shape in roomy if needs.fit(shape)]
-        near = next((shape for shape in fitting if _is_near(least, shape)), None)
+        large_enough = (shape for shape in self._captured if needs.fit_but_for_work(shape))
+        roomy = sorted(large_enough, key=lambda shape: shape.size)
+        near = next((shape for shape in roomy if needs.fit(shape) and _is_near(least, shape)), None)
         if near is not None:
             return near
         if self._waited[least] < _PATIENCE or len(self._captured) >= MOST_GRAPHS:
-            taken = next(iter(fitting), None) or next((shape for shape in roomy if cuttable(shape)), None)
+            taken = next((shape for shape in roomy if needs.fit(shape) or cuttable(shape)), None)
             if taken is not None:
                 self._waited[least] += max(taken.tokens - least.tokens, _LEAST_FILLING)
                 return taken

@@ -14,8 +14,9 @@ from .compat import PreTrainedModel
 from .cost_model import StepCost
 
 # What a layer takes beyond its bytes: the starts and ends of a dozen kernels. By fits of traced steps (H200, compiled
-# layers in CUDA graphs, 2026-11-29) 42 us in SmolLM2-135M, 43 in an 8B and 60 in a 1.7B shape. It is most of a small
-# model's step, and a fit that does not know it takes it for the cost of query tokens. 25 to 70 us do as well.
+# layers in CUDA graphs, 2026-11-29) 41 us in SmolLM2-135M, 44 in an 8B and 64 in a 1.7B shape; elsewhere a guess that
+# the fit corrects. It is most of a small model's step, and a fit that does not know it takes it for the cost of query
+# tokens. From 20 to 100 us it makes no difference: within 1 % in the mean of `benchmarks/bench_schedules.py`.
 LAUNCHING_PER_LAYER = 45e-6
 
 

@@ -30,7 +30,7 @@ Array = NDArray[np.int32]
 _ENTRIES, _ENTRIES_PER_SLOT = 1 << 18, 1 << 10
 """Room for a step's tables: pieces are bounded by the device, tokens, tiles and rows by the request slots."""
 _HARDLY_LONGER = 1.05
-"""Of the attention's time: a step without a graph takes ten times as long."""
+"""Of the attention's time: a step without a graph takes several times as long."""
 
 
 class StepTables:
