@@ -9,7 +9,7 @@ to the steps as they come, with 5 % noise, and it hears of acceptance one step l
 and no step is slow because its shape is new. Rates are those of the last two thirds of a run.
 
 Against `aspire` stand the best of a few lengths in lockstep, plain decoding among them, which nobody knows beforehand,
-and `aspire` with every row for itself.
+`aspire` with every row for itself, and `aspire` without its guard, where that is a tenth faster than plain decoding.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from rich.table import Table
 from hf_aspire import scheduler
 from hf_aspire.config import AspireConfig
 from hf_aspire.cost_model import CostModel, StepCost
+from hf_aspire.guard import Guard
 from hf_aspire.request import RowKind
 from hf_aspire.roofline import LAUNCHING_PER_LAYER
 from hf_aspire.scheduler import Candidate, Schedule, make_schedule
@@ -174,7 +175,9 @@ def main(output: Annotated[Path | None, typer.Option(help="JSON file to write.")
             aspire = mean_rate(AspireConfig(max_draft=MOST), machine, draw)
             with patch.object(scheduler, "COMPANY", 1 << 30):
                 alone = mean_rate(AspireConfig(max_draft=MOST), machine, draw)
-            found = {"aspire": aspire, "alone": alone, "fixed": fixed, "best_length": best}
+            with patch.object(Guard, "holds", lambda self, batch, context: False):
+                unguarded = mean_rate(AspireConfig(max_draft=MOST), machine, draw)
+            found = {"aspire": aspire, "alone": alone, "unguarded": unguarded, "fixed": fixed, "best_length": best}
             results.append({"machine": name, "acceptance": text, "tokens_per_second": found})
             table.add_row(
                 name, text, f"{aspire:,.0f}", f"{aspire / fixed[best]:.1%}", str(best), f"{aspire / alone:.1%}"
@@ -184,8 +187,13 @@ def main(output: Annotated[Path | None, typer.Option(help="JSON file to write.")
     for what, shares in (
         ("the best length", [each["aspire"] / each["fixed"][each["best_length"]] for each in rates]),
         ("each row for itself", [each["aspire"] / each["alone"] for each in rates]),
+        (
+            "no guard",
+            [each["aspire"] / each["unguarded"] for each in rates if each["unguarded"] > 1.1 * each["fixed"][0]],
+        ),
     ):
-        print(f"of {what}: mean {statistics.mean(shares):.1%}, {min(shares):.1%} to {max(shares):.1%}")
+        spread = f"mean {statistics.mean(shares):.1%}, {min(shares):.1%} to {max(shares):.1%}"
+        print(f"of {what}, {len(shares)} mixtures: {spread}")
     if output is not None:
         output.write_text(json.dumps({"steps": STEPS, "seeds": SEEDS, "results": results}, indent=1) + "\n")
 

@@ -50,7 +50,7 @@ class AcceptanceEstimator:
       much: the mean observation of drafts of 3 is 0.33 at a true acceptance of 0.5.
     - Evidence is small (smoothing 0.8 remembers five rounds), so it is completed by the pool's.
 
-    Simulated throughput is 98 % of that at the known acceptance instead of 95 % (mean of 8 cases, batch 8;
+    Simulated throughput is 98 % of that at the known acceptance instead of 94 % (mean of 8 cases, batch 8;
     `pytest -s -k several tests/test_acceptance.py` prints it).
 
     Plain decoding judges nothing. There the evidence fades, so that the estimate relaxes towards the prior and a
