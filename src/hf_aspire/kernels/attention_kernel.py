@@ -7,6 +7,7 @@ import triton.language as tl
 
 from . import work
 from .score_store import kept_rows, store_scores, tile_query
+from .table_entry import entry
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _ROW_TOKEN = tl.constexpr(work.ROW_TOKEN)
@@ -117,22 +118,22 @@ def _attend(
     PARTIAL_M: tl.constexpr,
 ) -> None:
     """One item with tiles of BLOCK_M rows."""
-    queries = tl.load(row + _ROW_QUERIES)
-    start = tl.load(row + _ROW_START)
-    shift = tl.load(row + _ROW_SHIFT)
-    listed = tl.load(row + _ROW_LISTED)
-    entry = tl.load(row + _ROW_TABLE).to(tl.int64)
+    queries = entry(row + _ROW_QUERIES)
+    start = entry(row + _ROW_START)
+    shift = entry(row + _ROW_SHIFT)
+    listed = entry(row + _ROW_LISTED)
+    i_table = entry(row + _ROW_TABLE).to(tl.int64)
 
     # Rows of the tile: the heads of a group side by side, query after query.
     m = tl.arange(0, BLOCK_M)
     i_query = tile_query(row, first, m, GROUP, BLOCK_M, FEW)
     i_head = head * GROUP + m % GROUP
     used = (m < (BLOCK_M // GROUP) * GROUP) & (i_query < queries)
-    token = (tl.load(row + _ROW_TOKEN) + i_query).to(tl.int64)
+    token = (entry(row + _ROW_TOKEN) + i_query).to(tl.int64)
     position = start + i_query
     oldest = position - tl.where(listed > 0, 1 << 30, window)  # a list has no window
     last = start + tl.minimum(first + BLOCK_M // GROUP, queries)  # one behind the newest token that the tile sees
-    end = tl.minimum(tl.minimum(planned_end, tl.load(row + _ROW_LENGTH)), last)
+    end = tl.minimum(tl.minimum(planned_end, entry(row + _ROW_LENGTH)), last)
 
     d = tl.arange(0, D_PAD)
     dv = tl.arange(0, DV_PAD)
@@ -140,23 +141,23 @@ def _attend(
     b_query = tl.load(p_query[:, None] + d[None, :], mask=used[:, None] & (d < D)[None, :], other=0.0)
 
     if SCORED:
-        score_slot = tl.load(row + _ROW_SCORE)
-        step = tl.load(row + _ROW_SCORE_STEP)
+        score_slot = entry(row + _ROW_SCORE)
+        step = entry(row + _ROW_SCORE_STEP)
         kept = kept_rows(BLOCK_M, FEW)
         i_kept = tile_query(row, first, kept, GROUP, BLOCK_M, FEW)
-        ahead = i_kept - tl.load(row + _ROW_SCORE_FIRST)
+        ahead = i_kept - entry(row + _ROW_SCORE_FIRST)
         i_scored = ahead // step
         wanted = (kept < (BLOCK_M // GROUP) * GROUP) & (i_kept < queries)
-        wanted = wanted & (ahead >= 0) & (ahead % step == 0) & (i_scored < tl.load(row + _ROW_SCORE_COUNT))
+        wanted = wanted & (ahead >= 0) & (ahead % step == 0) & (i_scored < entry(row + _ROW_SCORE_COUNT))
         line = i_scored * GROUP + kept % GROUP
         p_maxima = raw_maxima + score_slot.to(tl.int64) * score_stride + head * (SCORED_QUERIES * GROUP)
         p_weights = raw_weights + (score_slot.to(tl.int64) * score_stride + head * (SCORED_QUERIES * GROUP)) * (
             BLOCK_N // UNIT
         )
 
-    table = page_table + entry * table_stride
+    table = page_table + i_table * table_stride
     if listed > 0:
-        table = lists + entry * list_stride
+        table = lists + i_table * list_stride
     maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     b_total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # summed once at the end: a sum across warps costs a barrier
     b_output = tl.zeros((BLOCK_M, DV_PAD), tl.float32)
@@ -280,16 +281,16 @@ def attention_kernel(
     """
     head = tl.program_id(0)
     item = items + tl.program_id(1) * _ITEM_COLUMNS
-    row_index = tl.load(item + _ITEM_ROW)
+    row_index = entry(item + _ITEM_ROW)
     if row_index < 0:
         return
-    first = tl.load(item + _ITEM_QUERY)
-    begin = tl.load(item + _ITEM_BEGIN)
-    planned_end = tl.load(item + _ITEM_END)
-    slot = tl.load(item + _ITEM_SLOT).to(tl.int64)
-    pieces = tl.load(item + _ITEM_PIECES)
+    first = entry(item + _ITEM_QUERY)
+    begin = entry(item + _ITEM_BEGIN)
+    planned_end = entry(item + _ITEM_END)
+    slot = entry(item + _ITEM_SLOT).to(tl.int64)
+    pieces = entry(item + _ITEM_PIECES)
     row = rows + row_index * _ROW_COLUMNS
-    if tl.load(row + _ROW_QUERIES) * GROUP <= SMALL_M if SMALL_M > 0 else False:  # no branch without a small tile
+    if entry(row + _ROW_QUERIES) * GROUP <= SMALL_M if SMALL_M > 0 else False:  # no branch without a small tile
         _attend(
             row,
             head,

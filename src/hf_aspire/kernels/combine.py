@@ -9,6 +9,7 @@ from torch import Tensor
 from . import work
 from .mixed_attention import PLAIN, Partials, Variant
 from .score_store import RawScores, decode, first_token, in_order, tile_query
+from .table_entry import entry
 from .tiles import Tile
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -158,19 +159,19 @@ def _combine_kernel(
 ) -> None:
     head = tl.program_id(0)
     merge = merges + tl.program_id(1) * _MERGE_COLUMNS
-    row_index = tl.load(merge + _MERGE_ROW)
+    row_index = entry(merge + _MERGE_ROW)
     if row_index < 0:
         return
     row = rows + row_index * _ROW_COLUMNS
     m = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    i_query = tile_query(row, tl.load(merge + _MERGE_QUERY), m, GROUP, BLOCK_M, FEW)
+    i_query = tile_query(row, entry(merge + _MERGE_QUERY), m, GROUP, BLOCK_M, FEW)
     i_head = head * GROUP + m % GROUP
-    used = (m < (BLOCK_M // GROUP) * GROUP) & (i_query < tl.load(row + _ROW_QUERIES))
+    used = (m < (BLOCK_M // GROUP) * GROUP) & (i_query < entry(row + _ROW_QUERIES))
     if tl.sum(used.to(tl.int32), 0) == 0:
         return
-    slot = tl.load(merge + _MERGE_SLOT).to(tl.int64)
-    pieces = tl.load(merge + _MERGE_PIECES)
-    token = (tl.load(row + _ROW_TOKEN) + i_query).to(tl.int64)
+    slot = entry(merge + _MERGE_SLOT).to(tl.int64)
+    pieces = entry(merge + _MERGE_PIECES)
+    token = (entry(row + _ROW_TOKEN) + i_query).to(tl.int64)
     dv = tl.arange(0, DV_PAD)
     column = used[:, None] & (dv < DV)[None, :]
 
@@ -203,8 +204,8 @@ def _combine_kernel(
     p_output = output + token * output_token_stride + i_head * output_head_stride
     tl.store(p_output[:, None] + dv[None, :], result.to(output.dtype.element_ty), mask=column)
     if SCORED:
-        ahead = i_query - tl.load(row + _ROW_SCORE_FIRST)
-        behind = tl.load(row + _ROW_SCORE_STEP) * tl.load(row + _ROW_SCORE_COUNT)  # 0 in rows without scores
+        ahead = i_query - entry(row + _ROW_SCORE_FIRST)
+        behind = entry(row + _ROW_SCORE_STEP) * entry(row + _ROW_SCORE_COUNT)  # 0 in rows without scores
         wanted = used & (ahead >= 0) & (ahead < behind)
         tl.store(row_lse + token * (KV_HEADS * GROUP) + i_head, maximum + tl.log2(total), mask=wanted)
 
@@ -235,11 +236,11 @@ def _score_kernel(
     LINES: tl.constexpr = KV_HEADS * SCORED_QUERIES * GROUP
     UNITS: tl.constexpr = PLACES * STORED // UNIT
     slot = tl.program_id(1)
-    row_index = tl.load(scored_rows + slot)
+    row_index = entry(scored_rows + slot)
     if row_index < 0:
         return
     row = rows + row_index * _ROW_COLUMNS
-    length = tl.load(row + _ROW_LENGTH)
+    length = entry(row + _ROW_LENGTH)
     first = tl.program_id(0) * (PLACES * STORED)
     if first >= length:
         return
@@ -251,11 +252,11 @@ def _score_kernel(
     i_place += place % PER_BLOCK
     there = tl.program_id(0) * PLACES + place < blocks * PER_BLOCK  # a multiple of 4: loads stay whole
     token = first + first_token(place, BLOCK_N, STORED)
-    count = tl.load(row + _ROW_SCORE_COUNT)
-    step = tl.load(row + _ROW_SCORE_STEP)
-    query = tl.load(row + _ROW_SCORE_FIRST)
-    start = tl.load(row + _ROW_START)
-    row_lse += tl.load(row + _ROW_TOKEN).to(tl.int64) * (KV_HEADS * GROUP)
+    count = entry(row + _ROW_SCORE_COUNT)
+    step = entry(row + _ROW_SCORE_STEP)
+    query = entry(row + _ROW_SCORE_FIRST)
+    start = entry(row + _ROW_START)
+    row_lse += entry(row + _ROW_TOKEN).to(tl.int64) * (KV_HEADS * GROUP)
     score = tl.zeros((PLACES,), tl.float32)
     for first_line in tl.static_range(0, LINES, LINE_BLOCK):
         line = first_line + tl.arange(0, LINE_BLOCK)

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import work
+from .table_entry import entry
 
 _ROW_SCORE_STEP = tl.constexpr(work.ROW_SCORE_STEP)
 _ROW_SCORE_COUNT = tl.constexpr(work.ROW_SCORE_COUNT)
@@ -100,9 +101,9 @@ def tile_query(
     """
     place = m // GROUP
     if FEW:
-        other = tl.load(row + _ROW_SCORE_STEP) - first  # 1 where a row has one scored query, or none
+        other = entry(row + _ROW_SCORE_STEP) - first  # 1 where a row has one scored query, or none
         front = tl.where(first == 0, 1, 0)
-        there = (other >= front) & (other < BLOCK_M // GROUP) & (tl.load(row + _ROW_SCORE_COUNT) == 2)
+        there = (other >= front) & (other < BLOCK_M // GROUP) & (entry(row + _ROW_SCORE_COUNT) == 2)
         swapped = tl.where(place == front, other, tl.where(place == other, front, place))
         place = tl.where(there, swapped, place)
     return first + place

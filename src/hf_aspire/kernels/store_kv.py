@@ -73,7 +73,8 @@ def _store_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = (row // HEADS).to(tl.int64)
     head = row % HEADS
-    slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)
+    # Kept in the L2 cache for the next layers, as `table_entry` does.
+    slot = tl.load(slots + token, mask=token < tokens, other=-1, eviction_policy="evict_last").to(tl.int64)
     valid = slot >= 0
     place = ((slot // PAGE) * HEADS + head) * PAGE + slot % PAGE
 
