@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .device_state import DeviceState
 from .graphs import Captures
+from .kernels.highest import highest
 from .noise import Draws
 from .processing import Processing
 from .sampler import Choices, Sampler
@@ -61,8 +62,7 @@ class Choice:
             What a step tells the host (see `settle_rows`).
         """
         if self.in_forward:
-            highest = logits.max(-1)  # the first of equals, NaN before all: as plain's argmax
-            return self._state.settle(plan.owners, Choices(highest.indices, highest.values))
+            return self._state.settle(plan.owners, Choices(*highest(logits)))
         queries = self._state.queries(plan.tokens, plan.owners)
         draws = Draws(self._state.noise_keys[queries.slots], queries.positions, queries.rounds)
         return self._state.settle(plan.owners, self._sampler.choose(self._processing.warp(logits), draws, queries))
