@@ -54,6 +54,19 @@ def test_more_than_a_row_holds_chooses_the_row(device):
     assert chosen(scores, [10], [25])[0, 0].tolist() == [*range(10), *[-1] * 30]
 
 
+@pytest.mark.parametrize("chunk", [64, 4096])
+def test_ties_at_the_threshold_in_several_chunks(chunk, device, monkeypatch):
+    """A chunk holds more ties than are chosen, and what is behind it has its place all the same."""
+    monkeypatch.setattr(select, "_CHUNK", chunk)
+    units = 3 * chunk + 7
+    scores = torch.rand(1, 1, units, generator=torch.Generator().manual_seed(chunk)).to(device)
+    scores = torch.where((scores > 0.3) & (scores < 0.9), 0.5, scores)
+    above, equal = int((scores > 0.5).sum()), int((scores == 0.5).sum())
+    assert equal > 2 * 256 or chunk == 64
+    for ties in (1, equal // 2, equal - 1):
+        check(scores, [units], [above + ties])
+
+
 def test_lists_beyond_the_registers_take_the_chunked_search(device, monkeypatch):
     if INTERPRETED:
         monkeypatch.setattr(select, "_HELD", 256)

@@ -101,6 +101,7 @@ def _select_kernel(
     if HELD:
         index = tl.arange(0, BLOCK)
         keys = _ordered(tl.load(scores + index, mask=index < length, other=0.0), index < length)
+        low = tl.min(tl.where(index < length, keys, 2147483647), 0).to(tl.int64)
         high = tl.max(keys, 0).to(tl.int64)
         while low < high:
             middle = low + (high - low + 1) // 2
@@ -134,9 +135,13 @@ def _select_kernel(
     for chunk in range(0, length, CHUNK):
         valid = chunk + offset < length
         part = _ordered(tl.load(scores + chunk + offset, mask=valid, other=0.0), valid)
-        equal = (part == threshold) & valid
-        chosen = (part > threshold) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
-        place = written + tl.cumsum(chosen.to(tl.int32), 0) - 1
-        tl.store(output + place, chunk + offset, mask=chosen)
-        written += tl.sum(chosen.to(tl.int32), 0)
-        room -= tl.sum(equal.to(tl.int32), 0)
+        greater, equal = part > threshold, (part == threshold) & valid
+        both = (greater.to(tl.int32) << 16) + equal.to(tl.int32)  # counted in one scan: a chunk holds less than 2^15
+        so_far = tl.cumsum(both, 0)
+        equals = so_far & 0xFFFF
+        place = written + (so_far >> 16) + tl.minimum(equals, room) - 1
+        tl.store(output + place, chunk + offset, mask=greater | (equal & (equals <= room)))
+        whole = tl.sum(both, 0)
+        taken = tl.minimum(whole & 0xFFFF, room)
+        written += (whole >> 16) + taken
+        room -= taken
