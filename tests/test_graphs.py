@@ -52,6 +52,26 @@ def test_a_capture_that_fails_leaves_the_callers_stream_and_the_right_result() -
     assert graphs.run(shape, forward).tolist() == [0.0, 3.0, 6.0] and not graphs.enabled
 
 
+def test_captures_take_turns_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels keep its priority, and all captures of a process share the streams beside it."""
+    seen: list[tuple[object, bool]] = []
+
+    @contextmanager
+    def capturing(*arguments: object, stream: object, **keywords: object) -> Iterator[None]:
+        seen.append((stream, one_capture.locked()))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    monkeypatch.setattr("hf_aspire.graphs.capture_stream", lambda: "urgent")
+    graphs, shape = Graphs(True), Shape(2, 16, 0, False, ())
+    graphs.run(shape, lambda: torch.ones(1))
+    graphs._capture(shape, lambda: torch.ones(1))
+    assert seen == [("urgent", True)] and not one_capture.locked()
+
+
 @pytest.mark.parametrize("stop", [KeyboardInterrupt(), ValueError("the cause")])
 def test_what_ends_a_capture_is_not_hidden_by_what_ending_it_raises(
     stop: BaseException, monkeypatch: pytest.MonkeyPatch
@@ -67,6 +87,7 @@ def test_what_ends_a_capture_is_not_hidden_by_what_ending_it_raises(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "graph", capturing)
+    monkeypatch.setattr("hf_aspire.graphs.capture_stream", lambda: None)
     graphs, shape, failing = Graphs(True), Shape(2, 16, 0, False, ()), [False]
 
     def forward() -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .kernels.work import bucket
-from .side_streams import one_capture
+from .side_streams import capture_stream, one_capture
 
 K = TypeVar("K", bound=Hashable)
 
@@ -150,7 +150,7 @@ class Captures(Generic[K]):
             with (
                 one_capture,
                 torch.cuda.stream(torch.cuda.current_stream()),
-                torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, pool=pool, stream=capture_stream(), capture_error_mode="thread_local"),
             ):
                 try:
                     result = forward()

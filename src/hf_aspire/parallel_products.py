@@ -20,9 +20,10 @@ from torch.nn import functional
 
 from .attention import current_step
 from .backends import BackendStep
+from .side_streams import Side
 
-_SIDES = 2
-"""Side streams: attention's products need two, and each keeps memory."""
+_SIDES = Side.FIRST, Side.SECOND
+"""Attention's products need two, and each keeps memory."""
 _ATEN = torch.ops.aten
 _VIEWS = _ATEN.view.default, _ATEN.reshape.default, _ATEN._unsafe_view.default
 
@@ -35,7 +36,7 @@ def _products(states: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
     sides = step.backend.sides
     products = []
     for index, (weight, bias) in enumerate(zip(weights[1:], biases[1:], strict=True)):
-        with sides.fork(index % _SIDES):
+        with sides.fork(_SIDES[index % len(_SIDES)]):
             products.append(functional.linear(states, weight, bias))
     first = functional.linear(states, weights[0], biases[0])
     sides.join()

@@ -28,7 +28,7 @@ from .kernels.tiles import Tile, tile_for
 from .prompt_attention import Bulk
 from .request import Row, RowKind
 from .selection import ContextPolicy
-from .side_streams import SideStreams
+from .side_streams import Side, SideStreams
 
 _HOST_PROGRAMS = 16
 """Programs to cut the work for where there is no GPU (the interpreter runs them one by one)."""
@@ -193,7 +193,7 @@ class TritonBackend:
             combine(view.partials, view.rows, view.merges, output, self._group, tables.tile, raw)
         if raw is not None and view.scored_rows is not None and tables.scores is not None:
             scores = tables.scores[layer if self._policy.lists > 1 else 0]
-            with self.sides.fork():  # beside the layer's output product
+            with self.sides.fork(Side.IDLE):  # beside the layer's output product
                 reduce_scores(raw, view.partials.row_lse, view.rows, view.scored_rows, scores, self._policy.unit)
         return output
 

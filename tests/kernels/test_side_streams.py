@@ -11,10 +11,10 @@ import torch
 from kit import plain, ragged, tiny_llama
 
 import hf_aspire
-from hf_aspire import AspireConfig, triton_backend
+from hf_aspire import AspireConfig, side_streams, triton_backend
 from hf_aspire.backends import BackendChoice
 from hf_aspire.device_lists import DeviceLists
-from hf_aspire.side_streams import SideStreams
+from hf_aspire.side_streams import Side, SideStreams
 
 
 @pytest.mark.parametrize("context", ["verify", "refresh"])
@@ -26,7 +26,7 @@ def test_scores_are_reduced_before_others_take_their_place_and_before_lists_are_
     attention, renew = triton_backend.mixed_attention, DeviceLists.renew
 
     @contextmanager
-    def fork(self: SideStreams, index: int = 0) -> Iterator[None]:
+    def fork(self: SideStreams, side: Side) -> Iterator[None]:
         yield
         running[0] = True
 
@@ -66,7 +66,7 @@ def test_scores_are_reduced_before_others_take_their_place_and_before_lists_are_
 def test_forks_outside_a_capture_run_in_place() -> None:
     sides = SideStreams()
     order = []
-    with sides.fork(0):
+    with sides.fork(Side.FIRST):
         order.append("forked")
     order.append("behind")
     sides.join()
@@ -90,19 +90,34 @@ def test_forks_of_a_capture_that_failed_are_forgotten(monkeypatch: pytest.Monkey
         yield
         current.pop()
 
-    monkeypatch.setattr("hf_aspire.side_streams._side_stream", lambda device, index: Stream(f"side {index}"))
+    monkeypatch.setattr("hf_aspire.side_streams._stream", lambda device, side: Stream(f"side {side:d}"))
     monkeypatch.setattr("hf_aspire.side_streams._capturing", lambda: current[-1] in capturing)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(current[-1]))
     monkeypatch.setattr(torch.cuda, "stream", on)
     sides = SideStreams()
     capturing.add("main")
-    with sides.fork(1):
+    with sides.fork(Side.SECOND):
         pass
     capturing.clear()  # the capture failed before the join
     waited.clear()
     capturing.add("main")
-    with sides.fork(0):
+    with sides.fork(Side.FIRST):
         pass
     sides.join()
     assert waited == [("side 0", "main"), ("main", "side 0")]
+
+
+def test_every_side_is_a_stream_of_its_own_and_reductions_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, int]] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: made.append((device, priority)) or len(made))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    side_streams._stream.cache_clear()
+    try:
+        streams = [side_streams.capture_stream(), *(side_streams._stream(5, side) for side in Side)]
+        assert side_streams.capture_stream() == streams[0]  # cuBLAS keeps memory for each
+    finally:
+        side_streams._stream.cache_clear()
+    assert len(set(streams)) == 4
+    urgent, idle = (5, -1), (5, 0)
+    assert made == [urgent, urgent, urgent, idle]
