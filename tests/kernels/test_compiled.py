@@ -15,6 +15,9 @@ from hf_aspire import AspireConfig
 from hf_aspire.backends import BackendChoice
 from hf_aspire.compiled import CompiledSteps, compile_obstacle, compiled_twin, replay_obstacle, varying_numbers
 
+ONCE = 3
+"""Graphs of a model that compiles once: a layer, position embeddings, the last norm."""
+
 
 @pytest.fixture
 def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
@@ -47,7 +50,7 @@ def test_layers_compile_together_and_the_text_stays_plains(
     )
     text = hf_aspire.generate(model, **batch, max_new_tokens=6, do_sample=False, aspire_config=config)
     assert torch.equal(text, model.generate(**batch, max_new_tokens=6, do_sample=False))
-    assert 1 <= counter.frame_count <= 2  # not one per layer; torch may start over once, and counts that
+    assert ONCE <= counter.frame_count <= ONCE + 1  # not one per layer; torch may start over once, and counts that
     assert all(module._compiled_call_impl is None for module in model.modules())
 
 
@@ -69,7 +72,7 @@ def test_steps_that_the_host_leads_are_compiled_too(counter: CompileCounterWithB
     assert counter.frame_count == 0
     text = hf_aspire.generate(model, **batch, max_new_tokens=8, do_sample=False, aspire_config=config)
     assert torch.equal(text, model.generate(**batch, max_new_tokens=8, do_sample=False))
-    assert 1 <= counter.frame_count <= 2
+    assert ONCE <= counter.frame_count <= ONCE + 1
 
 
 def test_sizes_that_happen_to_be_equal_are_not_taken_for_the_same(counter: CompileCounterWithBackend) -> None:
@@ -79,7 +82,7 @@ def test_sizes_that_happen_to_be_equal_are_not_taken_for_the_same(counter: Compi
     for tokens in (model.config.hidden_size, 7, 16, 33):
         ids = torch.zeros(1, tokens, dtype=torch.long)
         steps.run(lambda twin, ids=ids: twin(ids, use_cache=False).logits)  # type: ignore[misc]
-    assert 1 <= counter.frame_count <= 2
+    assert ONCE <= counter.frame_count <= ONCE + 1
 
 
 @pytest.mark.usefixtures("kernels")
@@ -130,8 +133,9 @@ def test_the_compiler_knows_all_sizes_but_the_tokens(monkeypatch: pytest.MonkeyP
     steps = CompiledSteps(model)
     for tokens in (7, 12):
         steps.run(lambda twin, count=tokens: twin(torch.arange(count)[None], use_cache=False).logits)  # type: ignore[misc]
-    unknown = {str(size) for size in shapes[0] if not str(size).isdigit()}
-    assert len(shapes) == 1 and len(unknown) == 1
+    assert len(shapes) == ONCE
+    for sizes in shapes:
+        assert len({str(size) for size in sizes if not str(size).isdigit()}) == 1
     assert varying_numbers(model) == {"layer_idx"}
 
 
@@ -142,7 +146,9 @@ def test_a_twin_shares_every_parameter_and_no_module(counter: CompileCounterWith
     assert all(type(mine) is type(other) and mine is not other for mine, other in pairs)
     assert all(mine is other for mine, other in zip(model.parameters(), twin.parameters(), strict=True))
     assert all(mine is other for mine, other in zip(model.buffers(), twin.buffers(), strict=True))
-    assert sum(module._compiled_call_impl is not None for module in twin.modules()) == 3
+    compiled = {name for name, module in twin.named_modules() if module._compiled_call_impl is not None}
+    layers = {f"model.layers.{index}" for index in range(3)}
+    assert compiled == layers | {"model.norm", "model.rotary_emb"}
 
 
 def test_a_twin_of_parametrised_modules() -> None:
@@ -150,7 +156,8 @@ def test_a_twin_of_parametrised_modules() -> None:
     torch.nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)
     ids = torch.tensor([[3, 4, 5]])
     twin = compiled_twin(model)
-    twin.model.layers[0]._compiled_call_impl = None
+    for module in twin.modules():
+        module._compiled_call_impl = None
     assert torch.equal(twin(ids).logits, model(ids).logits)
 
 

@@ -40,7 +40,7 @@ def test_memory_graphs_and_compilations_stay_bounded(compiled: bool) -> None:
     graphs = workspaces._kept[model][1].graphs
     assert growth < 64 << 20, f"{growth:,} bytes more than after the fifth call"  # graphs of new shapes keep their own
     assert 0 < len(graphs) <= MOST_GRAPHS
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= (2 if compiled else 0)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= (4 if compiled else 0)
     hf_aspire.release(model)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() < allocated[4]
