@@ -10,6 +10,7 @@ from families import WIDTH, aspire, build, check_equal, check_refused
 from kit import VOCABULARY
 from torch import Tensor, nn
 from transformers import CLIPVisionConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 # ---- code of users
 
@@ -97,6 +98,56 @@ def test_a_model_is_compared_with_itself_once() -> None:
     model.to(torch.float32)  # other layers: once more
     aspire(model, new=2)
     assert sum(calls) == 2
+
+
+class OwnNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states)
+
+
+@pytest.mark.parametrize("patched", [LlamaMLP, LlamaRMSNorm])
+def test_a_class_that_is_patched_after_the_first_call_is_judged_again(
+    patched: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a base class, whose forward the model's own calls."""
+    model = build("llama")
+    model.model.norm.__class__ = OwnNorm
+    for layer in model.model.layers:
+        layer.input_layernorm.__class__ = layer.post_attention_layernorm.__class__ = OwnNorm
+    check_equal(model)
+    forward = patched.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(patched, "forward", lambda self, states: forward(self, states + states.roll(1, 1)))
+        check_refused(model, "computes across tokens")
+    check_equal(model)
+
+
+def test_code_that_comes_behind_the_first_call_is_judged() -> None:
+    """A hook, one for all modules, or a forward of one instance, by which neighbouring tokens meet."""
+
+    def mixed(states: Tensor) -> Tensor:
+        return states + states.roll(1, 1)
+
+    model = build("llama")
+    check_equal(model)
+    mlp = model.model.layers[1].mlp
+    handles = [
+        lambda: mlp.register_forward_pre_hook(lambda module, args: (mixed(args[0]),)),
+        lambda: mlp.register_forward_hook(lambda module, args, output: mixed(output)),
+        lambda: nn.modules.module.register_module_forward_hook(
+            lambda module, args, output: mixed(output) if module is mlp else None
+        ),
+    ]
+    for register in handles:
+        handle = register()
+        check_refused(model, "computes across tokens")
+        handle.remove()
+        check_equal(model)
+    forward = mlp.forward
+    mlp.forward = lambda states: mixed(forward(states))
+    check_refused(model, "computes across tokens")
+    del mlp.forward
+    check_equal(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

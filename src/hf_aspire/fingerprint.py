@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from .compat import PreTrainedConfig
+from .model_checks import forward_code
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 
 
 def fingerprint(model: nn.Module) -> Hashable:
-    """Parameters, the modules with their plain attributes and functions, configurations, and torch's own switches."""
+    """Parameters, modules with plain attributes and functions, configurations, code, and torch's switches."""
     tensors = [part for tensor in (*model.parameters(), *model.buffers()) for part in _parts(tensor)]
     found = (vars(module).get("config") for module in model.modules())
     configs = {id(config): config for config in found if isinstance(config, PreTrainedConfig)}
@@ -24,6 +25,7 @@ def fingerprint(model: nn.Module) -> Hashable:
         tuple((t.data_ptr(), t.dtype, t.device, tuple(t.shape), t.stride()) for t in tensors),
         tuple((id(module), type(module).__qualname__, _attributes(module)) for module in model.modules()),
         tuple(_attributes(config) for config in configs.values()),
+        forward_code(model),
         _switches(),
     )
 

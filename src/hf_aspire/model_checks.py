@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Hashable
 from typing import Any
 
 from torch import nn
@@ -66,6 +67,22 @@ def check_model(model: PreTrainedModel, last_position: int) -> None:
 def is_training(model: PreTrainedModel) -> bool:
     """Whether a model, or dropout that was added to it, is in training mode."""
     return model.training or any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in model.modules())
+
+
+def forward_code(model: nn.Module) -> Hashable:
+    """What code a model's forward runs: that of its classes and their bases, of instances, and hooks.
+
+    Somebody may replace any of them between two calls. Not seen: other functions, and what code does by itself.
+    """
+    modules = list(model.modules())
+    classes = dict.fromkeys(base for module in modules for base in type(module).__mro__)
+    hooks = nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks
+    return (
+        tuple(id(vars(base)["forward"]) for base in classes if "forward" in vars(base)),
+        tuple((id(module), id(vars(module).get("forward"))) for module in modules),
+        tuple(tuple(own) for module in modules for own in (module._forward_pre_hooks, module._forward_hooks)),
+        tuple(tuple(every) for every in hooks),
+    )
 
 
 def _warn(model: PreTrainedModel) -> None:

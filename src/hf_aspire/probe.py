@@ -9,6 +9,7 @@ of its own gives others.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from .attention import STEP, running, switch
 from .cache import LayerSpec
 from .compat import CACHE_NAME, PreTrainedModel, input_device
-from .model_checks import check_cache, check_model, is_training, refusal
+from .model_checks import check_cache, check_model, forward_code, is_training, refusal
 from .probe_step import ROWS, TOKENS, ProbeCache, ProbeStep
 
 __all__ = ["ModelFacts", "check_model", "probe_model"]
@@ -67,10 +68,10 @@ class _WithoutDropout(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# What a model object was when its logits were compared. Whether they agree depends on its code and layers, so once per
-# object is enough (in training mode every time: it may draw random numbers); the packed forward looks at everything
-# else in every call.
-_compared: WeakKeyDictionary[PreTrainedModel, ModelFacts] = WeakKeyDictionary()
+# What a model and its code were when its logits were compared. Whether they agree depends on these and its layers, so
+# once is enough (in training mode every time: it may draw random numbers); the packed forward looks at everything else
+# in every call.
+_compared: WeakKeyDictionary[PreTrainedModel, tuple[ModelFacts, Hashable]] = WeakKeyDictionary()
 
 
 def probe_model(model: PreTrainedModel, width: int) -> ModelFacts:
@@ -97,7 +98,8 @@ def probe_model(model: PreTrainedModel, width: int) -> ModelFacts:
     facts = ModelFacts(layers, keeps_logits, logits.shape[-1], tokens.device, cache.updates == attended)
     if logits.is_meta:
         return facts
-    if is_training(model) or _compared.get(model) != facts:
+    code = forward_code(model)
+    if is_training(model) or _compared.get(model) != (facts, code):
         half = any(layer.dtype.itemsize < 4 for layer in layers)
         change = _change(logits, _own_logits(model, tokens, positions))
         if not change <= (_HALF_TOLERANCE if half else _TOLERANCE):
@@ -108,7 +110,7 @@ def probe_model(model: PreTrainedModel, width: int) -> ModelFacts:
                 f"is not supported: packing two rows into one, with position_ids, changes its logits by {change:.0%}; "
                 f"it ignores position_ids, computes across tokens outside the shared attention, or {randomly}",
             )
-        _compared[model] = facts
+        _compared[model] = facts, code
     if cache.asked:
         other = _packed_logits(model, tokens, positions, ProbeStep(width, tokens.device), ProbeCache(width))
         if not _change(other, logits) <= _TOLERANCE:

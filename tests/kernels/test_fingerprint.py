@@ -55,6 +55,14 @@ def test_a_change_is_seen(change: Callable[[LlamaForCausalLM], Any]) -> None:
     assert fingerprint(model) != before
 
 
+def test_a_patched_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    before = fingerprint(model)
+    forward = type(model.model.norm).forward
+    monkeypatch.setattr(type(model.model.norm), "forward", lambda self, states: forward(self, states))
+    assert fingerprint(model) != before
+
+
 class Wrapper(Tensor):
     """A tensor without memory of its own, as quantised weights are."""
 
