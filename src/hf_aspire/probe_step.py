@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import scaling_of
@@ -67,6 +68,7 @@ class ProbeStep:
         self.specs: dict[int, LayerSpec] = {}
         self.problems: list[str] = []
         self._uncommon_mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device=device)
+        self._visible = _visible().to(device)
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, keywords: dict[str, Any]) -> Tensor:
         """See `AttentionStep`."""
@@ -93,7 +95,11 @@ class ProbeStep:
             device=key.device,
             scaling=scaling,
         )
-        return _attend_rows(query, key, value, scaling)
+        states = (query, key.to(query.dtype), value.to(query.dtype))
+        mask = self._visible.to(query.device)
+        # One operation: on a GPU a forward of a few tokens takes as long as the host needs to start all of them.
+        output = F.scaled_dot_product_attention(*states, attn_mask=mask, scale=scaling, enable_gqa=True)
+        return output.transpose(1, 2).contiguous()
 
     def mask(self, mask_function: Callable[..., Any] | None) -> Tensor | None:
         """See `AttentionStep`. A mask that is not plain causal is something that no layer may turn up with."""
@@ -124,17 +130,13 @@ class ProbeStep:
             self.problems.append(reason)
 
 
-def _attend_rows(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Causal attention inside each of the rows, as `AttentionStep.attend`."""
-    output = query.new_empty(1, TOKENS, query.shape[1], value.shape[3])
-    groups = query.shape[1] // key.shape[1]
-    for row in map(list, ROWS):
-        q, k, v = (states[0, :, row].to(query.dtype) for states in (query, key, value))
-        weights = q @ k.repeat_interleave(groups, 0).transpose(1, 2) * scaling
-        hidden = torch.ones(len(row), len(row), dtype=torch.bool, device=q.device).triu(1)
-        weights = weights.masked_fill(hidden, float("-inf")).softmax(-1)
-        output[0, row] = (weights @ v.repeat_interleave(groups, 0)).transpose(0, 1)
-    return output
+def _visible() -> Tensor:
+    """`[T, T]`: which packed tokens each one sees, those of its row up to itself."""
+    visible = torch.zeros(TOKENS, TOKENS, dtype=torch.bool)
+    for row in ROWS:
+        for place, token in enumerate(row):
+            visible[token, list(row[: place + 1])] = True
+    return visible
 
 
 def _is_causal(mask_function: Callable[..., Any], width: int, device: torch.device) -> bool:
