@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -148,6 +149,30 @@ def test_code_that_comes_behind_the_first_call_is_judged() -> None:
     check_refused(model, "computes across tokens")
     del mlp.forward
     check_equal(model)
+
+
+def test_code_at_the_address_of_code_that_is_gone_is_judged() -> None:
+    model = build("llama")
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+
+    def harmless() -> Callable[[Tensor], Tensor]:
+        return lambda states: forward(states)
+
+    def mixing() -> Callable[[Tensor], Tensor]:
+        return lambda states: forward(states + states.roll(1, 1))
+
+    mlp.forward = harmless()
+    check_equal(model)
+    for _ in range(20):
+        address = id(mlp.forward)
+        del mlp.forward
+        mlp.forward = mixing()
+        if id(mlp.forward) == address:
+            break
+        mlp.forward = harmless()
+        check_equal(model)
+    check_refused(model, "computes across tokens")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

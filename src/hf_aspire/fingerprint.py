@@ -42,14 +42,12 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
 def _attributes(thing: nn.Module | PreTrainedConfig) -> str:
     found: list[Any] = []
     for name, value in vars(thing).items():
-        if name == "forward" or _is_plain(value):
+        if _is_plain(value):
             found.append((name, repr(value)))
         elif isinstance(value, _FUNCTIONS):
             found.append((name, id(value)))
         elif isinstance(value, PreTrainedConfig):
             found.append((name, _attributes(value) if isinstance(thing, PreTrainedConfig) else id(value)))
-        elif name.endswith("hooks"):
-            found.append((name, repr(list(value))))
     return repr(found)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+import weakref
 from collections.abc import Hashable
 from typing import Any
 
@@ -78,11 +79,19 @@ def forward_code(model: nn.Module) -> Hashable:
     classes = dict.fromkeys(base for module in modules for base in type(module).__mro__)
     hooks = nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks
     return (
-        tuple(id(vars(base)["forward"]) for base in classes if "forward" in vars(base)),
-        tuple((id(module), id(vars(module).get("forward"))) for module in modules),
+        tuple(_reference(vars(base)["forward"]) for base in classes if "forward" in vars(base)),
+        tuple((_reference(module), _reference(vars(module).get("forward"))) for module in modules),
         tuple(tuple(own) for module in modules for own in (module._forward_pre_hooks, module._forward_hooks)),
         tuple(tuple(every) for every in hooks),
     )
+
+
+def _reference(thing: object) -> Hashable:
+    """What equals that of the same object alone, and keeps nothing alive: others may get the address of a dead one."""
+    try:
+        return weakref.ref(thing)
+    except TypeError:  # None, and objects of compiled extensions
+        return id(thing)
 
 
 def _warn(model: PreTrainedModel) -> None:
