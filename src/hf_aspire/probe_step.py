@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import scaling_of
@@ -68,7 +67,7 @@ class ProbeStep:
         self.specs: dict[int, LayerSpec] = {}
         self.problems: list[str] = []
         self._uncommon_mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device=device)
-        self._visible = _visible().to(device)
+        self._hidden = ~_visible().to(device)
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, keywords: dict[str, Any]) -> Tensor:
         """See `AttentionStep`."""
@@ -95,11 +94,19 @@ class ProbeStep:
             device=key.device,
             scaling=scaling,
         )
-        states = (query, key.to(query.dtype), value.to(query.dtype))
-        mask = self._visible.to(query.device)
-        # One operation: on a GPU a forward of a few tokens takes as long as the host needs to start all of them.
-        output = F.scaled_dot_product_attention(*states, attn_mask=mask, scale=scaling, enable_gqa=True)
-        return output.transpose(1, 2).contiguous()
+        return self._attend_rows(query, key, value, scaling)
+
+    def _attend_rows(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Causal attention inside each of the rows, as `AttentionStep.attend`.
+
+        Both rows at a time: a forward of a few tokens takes as long as the host needs to start its operations. Not by
+        torch's fused attention, whose libraries a user may have turned off, and of which cuDNN plans for long.
+        """
+        groups = query.shape[1] // key.shape[1]
+        key, value = (states.to(query.dtype).repeat_interleave(groups, 1) for states in (key, value))
+        weights = query @ key.transpose(2, 3) * scaling
+        weights = weights.masked_fill(self._hidden.to(query.device), float("-inf")).softmax(-1)
+        return (weights @ value).transpose(1, 2).contiguous()
 
     def mask(self, mask_function: Callable[..., Any] | None) -> Tensor | None:
         """See `AttentionStep`. A mask that is not plain causal is something that no layer may turn up with."""
