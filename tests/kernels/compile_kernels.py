@@ -79,7 +79,7 @@ def others() -> None:
         select.select(torch.zeros(1, 4, count), units, counts, torch.zeros(1, 4, 50).int())
     draws = Draws(long, long, long)
     gumbel.gumbel_argmax(torch.zeros(4, 5000), draws, 1, by_round=True)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
         highest.highest(torch.zeros(4, 9000, dtype=dtype))
     pool, new = torch.zeros(3, 2, 16, 64).bfloat16(), torch.zeros(4, 2, 64).bfloat16()
     store_kv.store_kv(pool, pool, long, new, new)

@@ -5,15 +5,15 @@ import torch
 
 from hf_aspire.kernels.highest import highest
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def check(scores: torch.Tensor) -> None:
-    expected = scores.cpu().float().max(-1)
+    expected = scores.cpu().max(-1)
     tokens, best = highest(scores)
     assert (tokens.dtype, best.dtype) == (torch.int64, torch.float32)
     assert torch.equal(tokens.cpu(), expected.indices)
-    assert torch.equal(best.cpu().nan_to_num(nan=9e9), expected.values.nan_to_num(nan=9e9))
+    assert torch.equal(best.cpu().nan_to_num(nan=9e9), expected.values.float().nan_to_num(nan=9e9))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -36,6 +36,12 @@ def test_scores_that_are_no_numbers(value, places, device):
     check(scores)
     scores[0] = -scores[0].abs()
     scores[0, list(places)] = -value
+    check(scores)
+
+
+def test_float64_scores_closer_than_float32_are_told_apart(device):
+    scores = torch.ones(1, 9, dtype=torch.float64, device=device)
+    scores[0, 5] += 1e-12
     check(scores)
 
 

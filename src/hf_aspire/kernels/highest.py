@@ -18,7 +18,7 @@ def highest(scores: Tensor) -> tuple[Tensor, Tensor]:
     piece at a time; this took 13, with blocks of half the size (H200, 2026-11-30).
 
     Args:
-        scores: `[T, V]` bfloat16, float16 or float32.
+        scores: `[T, V]`, floating point; compared in float32, or in float64 if they are that.
 
     Returns:
         Tokens `[T]` int64, and their scores `[T]` float32.
@@ -47,12 +47,13 @@ def _highest_kernel(
     row = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     p_scores = scores + row.to(tl.int64) * row_stride
-    highest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    wide: tl.constexpr = tl.float64 if scores.dtype.element_ty == tl.float64 else tl.float32
+    highest = tl.full((BLOCK,), float("-inf"), wide)
     token = lane
     for first in tl.range(0, vocabulary, BLOCK, num_stages=4):
         place = first + lane
         score = tl.load(p_scores + place.to(tl.int64) * stride, mask=place < vocabulary, other=float("-inf"))
-        score = score.to(tl.float32)
+        score = score.to(wide)
         higher = (score > highest) | ((score != score) & (highest == highest))
         highest = tl.where(higher, score, highest)
         token = tl.where(higher, place, token)
@@ -61,4 +62,4 @@ def _highest_kernel(
     some_nan = tl.max(is_nan.to(tl.int32), 0) > 0
     first_one = tl.min(tl.where(tl.where(some_nan, is_nan, highest == top), token, vocabulary), 0)
     tl.store(tokens + row, first_one.to(tl.int64))
-    tl.store(best + row, tl.where(some_nan, float("nan"), top))
+    tl.store(best + row, tl.where(some_nan, float("nan"), top).to(tl.float32))
