@@ -33,7 +33,8 @@ _COMBINED = {
     "combo_kernels_autotune": 0,
 }
 _OPTIONS: dict[str, Any] = {"post_grad_custom_post_pass": ParallelProducts()}
-"""One pass for all layers: they share compiled code only where their options are the same objects."""
+"""One pass for all layers: they share compiled code only where their options are the same objects. Where torch cannot
+leave sums out, nothing is combined."""
 if hasattr(torch._inductor.config, "combo_kernels_pointwise_only"):
     _OPTIONS |= _COMBINED
 
