@@ -110,7 +110,7 @@ class Mixture:
         planned = self.table.copy()
         planned[:, [work.ROW_START, work.ROW_LENGTH]] += slack
         plan = work.plan_work(planned, tile.queries(self.group), slots, tile.block_n, variant.window, slack)
-        self.plan = plan
+        self.plan, self.tile = plan, tile
         rows, items, merges = (torch.from_numpy(t).to(device) for t in (self.table, plan.items, plan.merges))
         output = torch.full((tokens, heads, value_size), torch.nan, dtype=self.query.dtype, device=device)
         shape = (heads, heads // self.group)
@@ -123,8 +123,7 @@ class Mixture:
             longest = max(s.context for s in self.specs)
             wanted = max(len(s.scored) for s in self.specs)
             raw = RawScores.empty(len(scored), wanted, longest, shape, tile.block_n, unit, device)
-            raw.weights.fill_(255)
-            raw.maxima.fill_(torch.nan)
+            raw.pieces.fill_(-1)  # as floats NaN
             scores = torch.full((len(scored), -(-longest // unit)), -1.0, device=device)
         mixed_attention(
             self.query,

@@ -14,8 +14,8 @@ STEP = [
     RowSpec(3, 90),
     RowSpec(20, 37, scored=tuple(range(12, 20))),
 ]
-# Weights are kept with three bits of mantissa, rounded to the nearest: each is within 2^-4, and so are their sums.
-SCORE_TOLERANCE = 2**-4 + 0.005
+# A weight, relative to the largest of its block and query, comes back within a fifth, or within LEAST.
+LEAST = 2**-8 / 1.5
 
 
 def check(mixture, variant=PLAIN, unit=1, **options):
@@ -26,13 +26,23 @@ def check(mixture, variant=PLAIN, unit=1, **options):
     for spec, weight in zip(mixture.specs, weights, strict=True):
         if not spec.scored:
             continue
-        expected = reference.reduce_scores(weight[list(spec.scored)], unit)
-        assert ((scores[slot, : len(expected)] - expected).abs() <= SCORE_TOLERANCE * expected + 1e-9).all()
-        # Roundings are as often up as down, about 0.025 of a weight each: the mass of n weights is closer.
-        kept = weight[list(spec.scored)].numel() / (8 if unit % 8 == 0 else 1)
-        assert abs(float(scores[slot, : len(expected)].sum() / expected.sum()) - 1) < 0.3 / kept**0.5
+        weight = weight[list(spec.scored)]
+        expected = reference.reduce_scores(weight, unit)
+        error = (scores[slot, : len(expected)] - expected).abs()
+        assert (error <= 0.205 * expected + LEAST * largest(weight, unit, mixture.tile.block_n) + 1e-9).all()
+        # Roundings are as often up as down, 0.1 of a weight each: the mass of n weights is closer.
+        kept = weight.numel() / (8 if unit % 8 == 0 else 1)
+        assert abs(float(scores[slot, : len(expected)].sum() / expected.sum()) - 1) < 1.2 / kept**0.5
         assert (scores[slot, len(expected) :] == -1).all(), "nothing is written behind a row's units"
         slot += 1
+
+
+def largest(weight, unit, block):
+    """Per unit, the sum over its tokens of their block's largest weight, averaged over heads and queries."""
+    tokens = weight.shape[-1]
+    padded = torch.nn.functional.pad(weight, (0, -tokens % block)).unflatten(-1, (-1, block))
+    peaks = padded.amax(-1, keepdim=True).expand_as(padded).flatten(-2)[..., : -(-tokens // unit) * unit]
+    return reference.reduce_scores(peaks, unit)
 
 
 @pytest.mark.parametrize("unit", [1, 4, 8, 16])

@@ -19,7 +19,7 @@ TOLERANCE = {
     torch.float16: {"rtol": 2e-3, "atol": 2e-3},
     torch.bfloat16: {"rtol": 1.6e-2, "atol": 1.6e-2},
 }
-SCORE_TOLERANCE = {"rtol": 2**-4 + 0.01, "atol": 1e-6}  # the pass keeps weights with three bits of mantissa
+SCORE_TOLERANCE = {"rtol": 0.21, "atol": 3e-3}  # the pass keeps weights in four bits, see test_combine
 POLICIES = {
     "window": ContextPolicy(LAYERS, 1, (), (), 1),
     "refresh": ContextPolicy(LAYERS, 1, (1,), (1,), 8),

@@ -85,8 +85,7 @@ def _attend(
     partial_output: tl.tensor,
     partial_lse: tl.tensor,
     row_lse: tl.tensor,
-    raw_weights: tl.tensor,
-    raw_maxima: tl.tensor,
+    raw_scores: tl.tensor,
     sinks: tl.tensor,
     scaling: tl.tensor,
     softcap: tl.tensor,
@@ -97,6 +96,7 @@ def _attend(
     output_head_stride: tl.tensor,
     table_stride: tl.tensor,
     list_stride: tl.tensor,
+    block_stride: tl.tensor,
     score_stride: tl.tensor,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -149,11 +149,8 @@ def _attend(
         i_scored = ahead // step
         wanted = (kept < (BLOCK_M // GROUP) * GROUP) & (i_kept < queries)
         wanted = wanted & (ahead >= 0) & (ahead % step == 0) & (i_scored < entry(row + _ROW_SCORE_COUNT))
-        line = i_scored * GROUP + kept % GROUP
-        p_maxima = raw_maxima + score_slot.to(tl.int64) * score_stride + head * (SCORED_QUERIES * GROUP)
-        p_weights = raw_weights + (score_slot.to(tl.int64) * score_stride + head * (SCORED_QUERIES * GROUP)) * (
-            BLOCK_N // UNIT
-        )
+        line = i_scored * (KV_HEADS * GROUP) + head * GROUP + kept % GROUP
+        p_scores = raw_scores + score_slot * score_stride
 
     table = page_table + i_table * table_stride
     if listed > 0:
@@ -178,22 +175,23 @@ def _attend(
         )
         visible = _visible(tokens, inside, position, oldest, WINDOW)
         logits = _logits(b_query, b_keys, visible, scaling, softcap, SOFTCAP)
-        highest = tl.maximum(maximum, tl.max(logits, 1))
+        peak = tl.max(logits, 1)
+        highest = tl.maximum(maximum, peak)
         base = tl.where(highest == float("-inf"), 0.0, highest)  # a query that sees nothing of the block
         weights = tl.exp2(logits - base[:, None])
         shrink = tl.exp2(maximum - base)
         if SCORED:  # without a branch for rows that want none: it would cost 60 registers
-            lines = block // BLOCK_N * (KV_HEADS * SCORED_QUERIES * GROUP)
             store_scores(
-                p_weights + lines * (BLOCK_N // UNIT),
-                p_maxima + lines,
+                p_scores + tl.cast(block // BLOCK_N, tl.int64) * block_stride,
                 line,
                 wanted,
                 weights,
                 base,
+                peak,
                 BLOCK_M,
                 BLOCK_N,
                 UNIT,
+                KV_HEADS * SCORED_QUERIES * GROUP,
                 FEW,
                 IN_PLACE,
             )
@@ -242,8 +240,7 @@ def attention_kernel(
     partial_output: tl.tensor,
     partial_lse: tl.tensor,
     row_lse: tl.tensor,
-    raw_weights: tl.tensor,
-    raw_maxima: tl.tensor,
+    raw_scores: tl.tensor,
     sinks: tl.tensor,
     scaling: tl.tensor,
     softcap: tl.tensor,
@@ -254,6 +251,7 @@ def attention_kernel(
     output_head_stride: tl.tensor,
     table_stride: tl.tensor,
     list_stride: tl.tensor,
+    block_stride: tl.tensor,
     score_stride: tl.tensor,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -308,8 +306,7 @@ def attention_kernel(
             partial_output,
             partial_lse,
             row_lse,
-            raw_weights,
-            raw_maxima,
+            raw_scores,
             sinks,
             scaling,
             softcap,
@@ -320,6 +317,7 @@ def attention_kernel(
             output_head_stride,
             table_stride,
             list_stride,
+            block_stride,
             score_stride,
             KV_HEADS,
             GROUP,
@@ -358,8 +356,7 @@ def attention_kernel(
             partial_output,
             partial_lse,
             row_lse,
-            raw_weights,
-            raw_maxima,
+            raw_scores,
             sinks,
             scaling,
             softcap,
@@ -370,6 +367,7 @@ def attention_kernel(
             output_head_stride,
             table_stride,
             list_stride,
+            block_stride,
             score_stride,
             KV_HEADS,
             GROUP,

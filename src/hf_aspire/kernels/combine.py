@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import work
 from .mixed_attention import PLAIN, Partials, Variant
-from .score_store import RawScores, decode, first_token, in_order, tile_query
+from .score_store import RawScores, decode, in_order, tile_query
 from .table_entry import entry
 from .tiles import Tile
 
@@ -34,8 +34,8 @@ _LOOKED = 16
 _AHEAD = 8
 """Pieces whose results are read at a time: one after the other, each would take a round trip to memory."""
 _SCORED_PLACES = 64
-"""Stored weights of a line per program of the score reduction, at least a kernel's block of them."""
-_SCORED_LINES = 32
+"""Codes of a line per program of the score reduction, at least a kernel's block of them."""
+_SCORED_LINES = 64
 """Lines that a program of it loads at a time. One warp each: nothing is passed between warps."""
 
 
@@ -108,24 +108,23 @@ def reduce_scores(
         unit: Context tokens per score, a power of two up to 64.
         window: As in `mixed_attention`.
     """
-    slots, blocks, kv_heads, lines, per_block = raw_scores.weights.shape
-    group = row_lse.shape[1] // kv_heads
+    blocks, slots, _ = raw_scores.pieces.shape
+    per_block = raw_scores.words * 8
     places = max(_SCORED_PLACES, per_block)
     _score_kernel[(triton.cdiv(blocks * per_block, places), slots)](
-        raw_scores.weights,
-        raw_scores.maxima,
+        raw_scores.pieces,
         row_lse,
         rows,
         scored_rows,
         scores,
-        raw_scores.maxima.stride(0),
+        raw_scores.pieces.stride(0),
+        raw_scores.pieces.stride(1),
         scores.stride(0),
         window or 1 << 30,
         blocks,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        LINE_BLOCK=min(_SCORED_LINES, triton.next_power_of_2(kv_heads * lines)),
-        SCORED_QUERIES=lines // group,
+        HEADS=row_lse.shape[1],
+        LINE_BLOCK=min(_SCORED_LINES, triton.next_power_of_2(raw_scores.lines)),
+        SCORED_QUERIES=raw_scores.lines // row_lse.shape[1],
         UNIT=unit,
         STORED=raw_scores.unit,
         PLACES=places,
@@ -212,18 +211,17 @@ def _combine_kernel(
 
 @triton.jit
 def _score_kernel(
-    raw_weights: tl.tensor,
-    raw_maxima: tl.tensor,
+    raw_scores: tl.tensor,
     row_lse: tl.tensor,
     rows: tl.tensor,
     scored_rows: tl.tensor,
     scores: tl.tensor,
+    block_stride: tl.tensor,
     raw_stride: tl.tensor,
     score_stride: tl.tensor,
     window: tl.tensor,
     blocks: tl.tensor,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
     LINE_BLOCK: tl.constexpr,
     SCORED_QUERIES: tl.constexpr,
     UNIT: tl.constexpr,
@@ -233,7 +231,8 @@ def _score_kernel(
 ) -> None:
     PER_BLOCK: tl.constexpr = BLOCK_N // STORED
     BLOCKS: tl.constexpr = PLACES // PER_BLOCK
-    LINES: tl.constexpr = KV_HEADS * SCORED_QUERIES * GROUP
+    LINES: tl.constexpr = SCORED_QUERIES * HEADS
+    WORDS: tl.constexpr = PER_BLOCK // 8
     UNITS: tl.constexpr = PLACES * STORED // UNIT
     slot = tl.program_id(1)
     row_index = entry(scored_rows + slot)
@@ -244,40 +243,47 @@ def _score_kernel(
     first = tl.program_id(0) * (PLACES * STORED)
     if first >= length:
         return
-    raw_maxima += slot.to(tl.int64) * raw_stride
-    raw_weights += slot.to(tl.int64) * raw_stride * PER_BLOCK
-    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    place = tl.arange(0, PLACES)
-    i_place = tl.program_id(0) * (BLOCKS * LINES * PER_BLOCK) + place // PER_BLOCK * (LINES * PER_BLOCK)
-    i_place += place % PER_BLOCK
-    there = tl.program_id(0) * PLACES + place < blocks * PER_BLOCK  # a multiple of 4: loads stay whole
-    token = first + first_token(place, BLOCK_N, STORED)
+    first_block = tl.program_id(0).to(tl.int64) * BLOCKS
+    raw_scores += first_block * block_stride + slot * raw_stride
+    block = tl.arange(0, BLOCKS)
+    begin = first + block * BLOCK_N
+    word = tl.arange(0, BLOCKS * WORDS)
+    i_word = word // WORDS * block_stride + word % WORDS
+    there = first_block + word // WORDS < blocks
     count = entry(row + _ROW_SCORE_COUNT)
     step = entry(row + _ROW_SCORE_STEP)
     query = entry(row + _ROW_SCORE_FIRST)
     start = entry(row + _ROW_START)
-    row_lse += entry(row + _ROW_TOKEN).to(tl.int64) * (KV_HEADS * GROUP)
-    score = tl.zeros((PLACES,), tl.float32)
+    row_lse += entry(row + _ROW_TOKEN).to(tl.int64) * HEADS
+    score = tl.zeros((BLOCKS * WORDS, 2, 2, 2), tl.float32)
     for first_line in tl.static_range(0, LINES, LINE_BLOCK):
         line = first_line + tl.arange(0, LINE_BLOCK)
-        i_scored = line // GROUP % SCORED_QUERIES
+        i_scored = line // HEADS
         used = (line < LINES) & (i_scored < count)
         i_query = query + i_scored * step
-        head = line // (GROUP * SCORED_QUERIES) * GROUP + line % GROUP
-        lse = tl.load(row_lse + i_query * (KV_HEADS * GROUP) + head, mask=used, other=float("inf"))
-        p_maxima = raw_maxima + (block[None, :] * LINES + line[:, None])
-        maxima = tl.load(p_maxima, mask=(line < LINES)[:, None] & (block < blocks)[None, :], other=0.0)
-        scale = tl.exp2(maxima - lse[:, None])[:, :, None]
-        scale = tl.reshape(tl.broadcast_to(scale, (LINE_BLOCK, BLOCKS, PER_BLOCK)), (LINE_BLOCK, PLACES))
-        # Lines that nobody uses and units that a query does not see hold anything, and are loaded: masks of theirs
-        # would have the loads wait for the row, and split them.
-        p_weights = raw_weights + (line[:, None] * PER_BLOCK + i_place[None, :])
-        codes = tl.load(p_weights, mask=(line < LINES)[:, None] & there[None, :], other=0)
+        lse = tl.load(row_lse + i_query * HEADS + line % HEADS, mask=used, other=float("inf"))
+        peaks = tl.load(
+            raw_scores + (LINES * WORDS + line)[:, None] + block[None, :] * block_stride,
+            mask=(line < LINES)[:, None] & (first_block + block < blocks)[None, :],
+            other=0,
+        ).to(tl.float32, bitcast=True)
+        # Lines that nobody uses and blocks of which a query sees nothing hold anything, and are loaded: masks of
+        # theirs would have the loads wait for the row, and split them.
+        p_words = raw_scores + line[:, None] * WORDS + i_word[None, :]
+        words = tl.load(p_words, mask=(line < LINES)[:, None] & there[None, :], other=0)
         position = (start + i_query)[:, None]
-        seen = (token < length)[None, :] & (token[None, :] <= position)
-        seen = seen & (token[None, :] + (STORED - 1) > position - window)
-        score += tl.sum(tl.where(used[:, None] & seen, decode(codes, STORED) * scale, 0.0), 0)
-    score = in_order(score / (count * (KV_HEADS * GROUP)), PLACES, BLOCK_N, STORED)
+        seen = (
+            (begin < length)[None, :]
+            & (begin[None, :] <= position)
+            & (begin[None, :] + BLOCK_N > position - window + 1)
+        )
+        factor = tl.where(used[:, None] & seen & (peaks > float("-inf")), tl.exp2(peaks - lse[:, None]), 0.0)
+        factor = tl.reshape(
+            tl.broadcast_to(factor[:, :, None], (LINE_BLOCK, BLOCKS, WORDS)), (LINE_BLOCK, BLOCKS * WORDS)
+        )
+        score += decode(words, factor)
+    score = tl.reshape(score, (PLACES,)) * STORED / (count * HEADS)
+    score = in_order(score, PLACES, PER_BLOCK, STORED)
     if UNIT > STORED:
         score = tl.sum(tl.reshape(score, (UNITS, UNIT // STORED)), 1)
     unit = first // UNIT + tl.arange(0, UNITS)

@@ -106,7 +106,6 @@ def mixed_attention(
     value_size = values.shape[3]
     heads = query.shape[1]
     scored = raw_scores is not None
-    maxima = partials.lse if raw_scores is None else raw_scores.maxima  # pointers are not used without scores
     kernel = attention_kernel[(kv_heads, items.shape[0])]
     kernel(
         query,
@@ -120,8 +119,7 @@ def mixed_attention(
         partials.output,
         partials.lse,
         partials.row_lse,
-        partials.lse if raw_scores is None else raw_scores.weights,
-        maxima,
+        partials.lse if raw_scores is None else raw_scores.pieces,  # not used without scores
         variant.sinks if variant.sinks is not None else partials.lse,
         scaling,
         variant.softcap,
@@ -132,7 +130,8 @@ def mixed_attention(
         output.stride(1),
         page_table.stride(0),
         lists.stride(0),
-        maxima.stride(0),
+        0 if raw_scores is None else raw_scores.pieces.stride(0),
+        0 if raw_scores is None else raw_scores.pieces.stride(1),
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         PAGE=page_size,
@@ -143,7 +142,7 @@ def mixed_attention(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         SCORED=scored,
-        SCORED_QUERIES=maxima.shape[3] * kv_heads // heads if scored else 1,
+        SCORED_QUERIES=1 if raw_scores is None else raw_scores.lines // heads,
         UNIT=1 if raw_scores is None else raw_scores.unit,
         FEW=raw_scores is not None and raw_scores.few,
         IN_PLACE=keys.dtype != torch.float32 and keys.is_cuda,
