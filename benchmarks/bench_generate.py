@@ -68,6 +68,8 @@ class Measured:
         kept: Share of them that was accepted.
         steps: (query tokens, KV tokens read, seconds) of its steps without prompts.
         calls: `call_rate` of this call and those before it, the first one first.
+        slow: Likewise, how many steps took more than three times the median, and their seconds beyond it: captures of
+            graphs, and pauses of the machine.
     """
 
     rate: float
@@ -76,6 +78,7 @@ class Measured:
     kept: float
     steps: list[tuple[int, float, float]]
     calls: list[float]
+    slow: list[tuple[int, float]]
 
     def entry(self, what: str) -> dict[str, Any]:
         """What is written down of it."""
@@ -84,6 +87,7 @@ class Measured:
             "tokens_per_second": self.rate,
             "tokens_per_second_of_the_call": self.call_rate,
             "of_all_calls": self.calls,
+            "slow_steps_of_all_calls": self.slow,
             "mean_drafts": self.drafts,
             "kept": self.kept,
         }
@@ -161,7 +165,16 @@ def ours(case: Case, new: int, profile: list[float], fields: dict[str, Any]) -> 
         float(accepted.sum() / max(1, drafted.sum())),
         steps,
         [each.decode_tokens_per_second for each in every],
+        [slow_steps(each) for each in every],
     )
+
+
+def slow_steps(stats: Any) -> tuple[int, float]:
+    """Steps without prompts that took more than three times the median, and their seconds beyond it."""
+    steps = [step for step in stats.timeline if all(row.kind is not RowKind.PREFILL for row in step.rows)]
+    times = np.array([step.end - step.start for step in steps])
+    beyond = times[times > 3 * np.median(times)] - np.median(times)
+    return len(beyond), float(beyond.sum())
 
 
 class Clock(StoppingCriteria):
