@@ -28,7 +28,6 @@ TYPES = {
     torch.float64: "*fp64",
     torch.int32: "*i32",
     torch.int64: "*i64",
-    torch.uint8: "*u8",
 }
 compiled: set[str] = set()
 

@@ -123,7 +123,8 @@ class Mixture:
             longest = max(s.context for s in self.specs)
             wanted = max(len(s.scored) for s in self.specs)
             raw = RawScores.empty(len(scored), wanted, longest, shape, tile.block_n, unit, device)
-            raw.pieces.fill_(-1)  # as floats NaN
+            garbage = torch.tensor([-1, 0x7F7FFFFF, 0x7F800000], dtype=torch.int32)  # as floats NaN, huge, inf
+            raw.pieces.view(-1)[:] = garbage[torch.arange(raw.pieces.numel()) % 3].to(device)
             scores = torch.full((len(scored), -(-longest // unit)), -1.0, device=device)
         mixed_attention(
             self.query,

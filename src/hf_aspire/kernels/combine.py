@@ -267,8 +267,8 @@ def _score_kernel(
             mask=(line < LINES)[:, None] & (first_block + block < blocks)[None, :],
             other=0,
         ).to(tl.float32, bitcast=True)
-        # Lines that nobody uses and blocks of which a query sees nothing hold anything, and are loaded: masks of
-        # theirs would have the loads wait for the row, and split them.
+        # Lines that nobody uses and blocks that nobody wrote hold anything, and are loaded: masks of theirs would have
+        # the loads wait for the row, and split them.
         p_words = raw_scores + line[:, None] * WORDS + i_word[None, :]
         words = tl.load(p_words, mask=(line < LINES)[:, None] & there[None, :], other=0)
         position = (start + i_query)[:, None]

@@ -225,6 +225,28 @@ def reduce_scores(weights: Tensor, unit: int) -> Tensor:
     return F.pad(score, (0, -len(score) % unit)).unflatten(0, (-1, unit)).sum(-1)
 
 
+def coded(weights: Tensor, block: int, unit: int) -> Tensor:
+    """Softmax weights as the attention pass keeps them, in four bits relative to the largest of their block.
+
+    Args:
+        weights: `[..., L]` float64.
+        block: Tokens per block.
+        unit: Tokens per code.
+
+    Returns:
+        `[..., units]` float64: sums of `unit` weights each.
+    """
+    units = -(-weights.shape[-1] // unit)
+    blocks = F.pad(weights, (0, -weights.shape[-1] % block)).unflatten(-1, (-1, block))
+    largest = blocks.amax(-1, keepdim=True)
+    means = blocks.unflatten(-1, (-1, unit)).mean(-1) / largest.clamp_min(torch.finfo(blocks.dtype).tiny)
+    # Codes are the leading bits of float32's smallest numbers, rounded to one bit of mantissa: 15 is 1.5 * 2^-120.
+    top = 1.5 * 2.0**-120
+    codes = ((means * top).float().view(torch.int32) + (1 << 21)) >> 22
+    means = (codes << 22).view(torch.float32).double() / top
+    return (means * largest * unit).flatten(-2)[..., :units]
+
+
 def _context(pool: Tensor, runs: Sequence[Run]) -> Tensor:
     """A row's context as `[heads, L, size]`: a view where it is one run."""
     parts = [pool[begin:end] for begin, end in runs]

@@ -6,14 +6,15 @@ bandwidth a written byte takes as long as four read ones, in whatever order (H20
 2.1 GB read, 40 us; the same stores to memory that stays in the cache, nothing).
 
 A code is a small float, of three bits of exponent and one of mantissa: among float32's own smallest numbers, so that a
-shift decodes it, and 0 is 0. A weight w comes back within w / 5 or, if that is more, 0.0026. Of the true mean weight,
-the best 7 % by codes hold 0.9999 of what the best 7 % hold (SmolLM2-135M, seven texts of 4,096 tokens, all layers).
+shift decodes it, and 0 is 0. A weight w comes back within w / 5 or, if that is more, 0.0026 of the block's largest; so
+does the mean weight of a unit of several tokens. Of the true score, the best 7 % by codes hold 0.9998 of what the best
+7 % hold (`benchmarks/bench_scores.py`).
 
 Of a row and a block of tokens one piece is kept: lines, one per scored query and head, of `block_n // unit // 8` words
 with eight codes each, then each line's largest logit. Programs work their way through their rows at the same pace, so
 pieces of all rows lie side by side, block by block. A thread of the matrix unit holds weights of tokens 2i, 2i + 1,
-h + 2i, h + 2i + 1 of a block (h is block_n / 2), or of units i and h + i where a unit is more tokens; they lie side by
-side. `in_order` puts them back.
+h + 2i, h + 2i + 1 of a block, or of units i and h + i where a unit is more tokens (h is half of them); these lie side
+by side. `in_order` puts them back.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class RawScores:
     """Room for what the attention pass writes of scored queries.
 
     Attributes:
-        pieces: `[blocks, slots, size]` int32: `[lines, words]` of codes, then `[lines]` float32 maxima, log2.
+        pieces: `[blocks, slots, size]` int32: `[lines, words]` of codes, `[lines]` float32 maxima, padding.
         lines: Scored queries times query heads.
         words: Words of codes per line.
         unit: Tokens per code.
@@ -147,7 +148,7 @@ def _kept(tile: tl.tensor, BLOCK_M: tl.constexpr, N: tl.constexpr, FEW: tl.const
 
 @triton.jit
 def _encode(weights: tl.tensor) -> tl.tensor:
-    """Weights of 0 to _TOP as numbers from 0 to 15 (NaN: anything)."""
+    """Weights of 0 to _TOP as numbers from 0 to 15 (NaN: any, which spoils codes of the same row beside it)."""
     return (weights.to(tl.int32, bitcast=True) + _HALF) >> _BITS
 
 
@@ -219,7 +220,7 @@ def store_scores(
         wanted: `[kept]`.
         weights: `[BLOCK_M, BLOCK_N]` float32, 0 to 1.
         base: `[BLOCK_M]` float32, log2 of what the weights are relative to.
-        peak: `[BLOCK_M]` float32, log2 of the largest weight; -inf where a query sees nothing of the block.
+        peak: `[BLOCK_M]` float32, the block's largest logit in units of log(2); -inf where a query sees nothing of it.
         BLOCK_M: Rows.
         BLOCK_N: Tokens.
         UNIT: Tokens per code.
