@@ -7,7 +7,8 @@ import pytest
 
 from hf_aspire.config import AspireConfig
 from hf_aspire.request import RowKind
-from hf_aspire.stats import AspireStats, RowRecord, StatsRecorder
+from hf_aspire.stats import AspireStats, StatsRecorder
+from hf_aspire.timeline import RowRecord
 
 
 def prefill(request: int, queries: int, last: bool = True) -> RowRecord:

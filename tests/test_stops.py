@@ -22,8 +22,8 @@ from transformers import LlamaForCausalLM
 
 from hf_aspire import AspireStats
 from hf_aspire.request import RowKind
-from hf_aspire.stats import RowRecord
 from hf_aspire.testing import forced_drafts
+from hf_aspire.timeline import RowRecord
 
 LENGTHS = (1, 2, 15, 200)
 
@@ -82,7 +82,7 @@ def test_every_verified_draft_counts_as_drafted_unless_it_stands_behind_a_stop(
             for row in step.rows:
                 if row.kind is not RowKind.VERIFY:
                     continue
-                stopped = stats.committed[row.request] < new and row is last_row(stats, row.request)
+                stopped = stats.committed[row.request] < new and row.place == last_row(stats, row.request).place
                 behind = max(0, row.queries - 1 - row.committed) if stopped else 0
                 assert row.drafted == row.queries - 1 - behind
         assert sum(stats.drafted) <= stats.rows_drafted

@@ -16,8 +16,8 @@ from .conversation import Prefix
 from .decoding import Decoding
 from .request import Committed, Request, Row, RowKind
 from .sampling import RejectionSampler
-from .stats import RowRecord
 from .testing import DraftFunction
+from .timeline import RowRecord
 from .verification import Decision, Verified, Verifier, draws_for
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from .decoding import Decoding
 from .device_lists import DeviceLists
 from .device_state import DeviceState
 from .request import Committed, Row, RowKind
-from .stats import RowRecord
 from .step_tables import StepTables
 from .testing import Replay
+from .timeline import RowRecord
 from .verification import check_choice
 
 _UNKNOWN = -1

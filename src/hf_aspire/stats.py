@@ -12,8 +12,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from hf_aspire.config import AspireConfig
-from hf_aspire.request import RowKind
+from .config import AspireConfig
+from .request import RowKind
+from .timeline import RowRecord, StepRecord, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,37 +33,6 @@ STYLES = {  # face colour, edge colour, legend
     "own": ("#e69f00", "white", "token from the whole text (alone: plain decoding)"),
 }
 CLOSE_UP = 50  # steps that the enlarged part shows, so that its numbers stay readable
-
-
-@dataclass(slots=True)
-class RowRecord:
-    """What one row of a step did.
-
-    Args:
-        request: Index of the returned row.
-        kind: What the row was.
-        queries: Query tokens it put into the forward.
-        drafted: Drafts that it judged (VERIFY only), less those behind a stop.
-        accepted: Drafts among them that were kept.
-        committed: Tokens it added to the output: 1 for DECODE and for the chunk that ends a prompt, `accepted + 1`
-            for VERIFY, less those behind a stop; 0 otherwise.
-    """
-
-    request: int
-    kind: RowKind
-    queries: int
-    drafted: int = 0
-    accepted: int = 0
-    committed: int = 0
-
-
-@dataclass(slots=True)
-class StepRecord:
-    """One model forward: its rows, and when it began and ended in seconds after the call's first forward began."""
-
-    start: float
-    end: float
-    rows: tuple[RowRecord, ...]
 
 
 @dataclass(slots=True)
@@ -89,7 +59,7 @@ class AspireStats:
         seconds: From the begin of the first forward to the end of the last.
         prefill_seconds: Seconds spent in forwards that held a piece of a prompt.
         decode_tokens_per_second: New tokens per second after the last such forward.
-        timeline: Every forward with its rows.
+        timeline: Every forward with its rows: a sequence of `StepRecord`.
     """
 
     config: AspireConfig
@@ -108,7 +78,7 @@ class AspireStats:
     seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_tokens_per_second: float = 0.0
-    timeline: list[StepRecord] = field(default_factory=list, repr=False)
+    timeline: Timeline = field(default_factory=Timeline, repr=False)
 
     @property
     def acceptance_rate(self) -> float:
@@ -205,10 +175,11 @@ class StatsRecorder:
         stats = self.stats
         self._origin = start if self._origin is None else self._origin
         start, end = start - self._origin, end - self._origin
-        stats.timeline.append(StepRecord(start, end, tuple(rows)))
+        stats.timeline.add(start, end, rows)
         stats.forwards += 1
         stats.seconds = end
         for row in rows if decided is None else decided:
+            stats.timeline.update(row)
             self._count_tokens(row)
         kinds = [row.kind for row in rows]
         stats.rows_drafted += kinds.count(RowKind.DRAFT)

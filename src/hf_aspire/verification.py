@@ -20,8 +20,8 @@ from .outputs import Outputs
 from .processing import Processing
 from .request import Request, Row
 from .sampler import Sampler
-from .stats import RowRecord
 from .testing import Replay
+from .timeline import RowRecord
 
 
 @dataclass(slots=True)
