@@ -32,7 +32,9 @@ def test_gives_back_what_was_added(records: list[StepRecord], part: slice) -> No
     assert len(timeline) == len(records)
     assert timeline[part] == records[part]
     assert [timeline[i] for i in range(-len(records), 0)] == records
-    assert list(pickle.loads(pickle.dumps(timeline))) == list(copy.deepcopy(timeline)) == records
+    assert pickle.loads(pickle.dumps(timeline)) == copy.deepcopy(timeline) == timeline == timeline_of(records)
+    assert timeline != timeline_of([*records, StepRecord(0.0, 1.0, ())])
+    assert repr(timeline) == f"Timeline({records})"
     with pytest.raises(IndexError):
         timeline[len(records)]
 

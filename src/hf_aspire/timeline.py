@@ -76,6 +76,12 @@ class Timeline(Sequence[StepRecord]):
         """Notes what has been decided of a row since it was added."""
         self._rows[row.place + 3 : row.place + _COLUMNS] = array("q", (row.drafted, row.accepted, row.committed))
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Timeline) and vars(self) == vars(other)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({list(self)})"
+
     def __len__(self) -> int:
         return len(self._first) - 1
 
