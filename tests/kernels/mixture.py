@@ -9,6 +9,7 @@ import torch
 from hf_aspire.kernels import reference, work
 from hf_aspire.kernels.combine import combine, reduce_scores
 from hf_aspire.kernels.mixed_attention import PLAIN, Partials, mixed_attention
+from hf_aspire.kernels.reference import reduce_scores as mean_scores
 from hf_aspire.kernels.score_store import RawScores
 from hf_aspire.kernels.tiles import Tile, tile_for
 
@@ -147,6 +148,19 @@ class Mixture:
             slots = torch.tensor(scored, dtype=torch.int32, device=device)
             reduce_scores(raw, partials.row_lse, rows, slots, scores, unit, variant.window)
         return output, scores
+
+
+def coded_scores(weights: torch.Tensor, block: int, unit: int) -> torch.Tensor:
+    """Scores `[units]` of softmax weights `[queries, Hq, L]` that were kept in four bits."""
+    stored = min(8, block // 8) if unit % 8 == 0 else 1
+    return mean_scores(reference.coded(weights.double(), block, stored), unit // stored)
+
+
+def check_codes(got: torch.Tensor, codes: torch.Tensor) -> None:
+    """Scores by codes are those of `coded_scores`, but where a weight lies between two codes."""
+    apart = ((got - codes).abs() > 1e-3 * codes + 1e-9).sum()
+    assert apart <= 1 + codes.numel() // 100, f"{apart} of {codes.numel()} scores differ"
+    assert ((got - codes).abs() <= 0.5 * codes + 6e-3).all(), "by more than a code"
 
 
 def distance(got: torch.Tensor, expected: torch.Tensor) -> float:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernels.mixture import Mixture, RowSpec, distance, small_tile
+from kernels.mixture import Mixture, RowSpec, check_codes, coded_scores, distance, small_tile
 
 from hf_aspire.kernels import reference, work
 from hf_aspire.kernels.mixed_attention import PLAIN, Variant
@@ -31,10 +31,7 @@ def check(mixture, variant=PLAIN, unit=1, **options):
         got, block = scores[slot, : len(expected)], mixture.tile.block_n
         error = (got - expected).abs()
         assert (error <= 0.205 * expected + LEAST * largest(weight, unit, block) + 1e-9).all()
-        stored = min(8, block // 8) if unit % 8 == 0 else 1
-        codes = reference.reduce_scores(reference.coded(weight, block, stored), unit // stored)
-        apart = ((got - codes).abs() > 1e-3 * codes + 1e-9).sum()
-        assert apart <= 1 + len(codes) // 100, "codes round the same weights to other neighbours once in a while"
+        check_codes(got, coded_scores(weight, block, unit))
         assert (scores[slot, len(expected) :] == -1).all(), "nothing is written behind a row's units"
         slot += 1
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_aspire.kernels import reference
 
+BLOCK = 64
 KEY, VALUE = 8, 5  # sizes of a head's key and value
 SLOTS = 400
 RUNS = {
@@ -175,3 +176,26 @@ def test_strided_keys_as_models_pass_them_are_stored() -> None:
     states = torch.randn(1, 2, 3, KEY).double()
     reference.store_kv(keys, values, torch.tensor([4, 1, 7]), states[0].transpose(0, 1), values[:3].clone())
     assert torch.equal(keys[[4, 1, 7]], states[0].transpose(0, 1))
+
+
+@given(st.integers(0, 2**32), st.sampled_from([1, 8]), st.sampled_from([0.1, 2.0, 30.0]))
+def test_codes_keep_weights_to_a_fifth_or_a_small_share_of_the_largest(seed: int, unit: int, spread: float) -> None:
+    logits = spread * torch.randn(2, 3, 5 * BLOCK - 13, generator=torch.Generator().manual_seed(seed))
+    weights = logits.double().masked_fill(logits > 2 * spread, -math.inf).softmax(-1)
+    blocks = torch.nn.functional.pad(weights, (0, 13)).unflatten(-1, (-1, BLOCK))
+    largest = blocks.amax(-1, keepdim=True)
+    exact = blocks.unflatten(-1, (-1, unit)).sum(-1)
+    kept = reference.coded(weights, BLOCK, unit)
+    padded = torch.nn.functional.pad(kept, (0, exact.flatten(-2).shape[-1] - kept.shape[-1])).view_as(exact)
+    least = unit * largest * 2**-8 / 1.5
+    assert ((padded - exact).abs() <= torch.maximum(0.2001 * exact, 1.0001 * least)).all()
+    assert (padded[exact == 0] == 0).all()
+    if unit == 1:
+        assert torch.equal(padded.amax(-1, keepdim=True), largest)
+        torch.testing.assert_close(reference.coded(kept, BLOCK, 1), kept)
+
+
+def test_codes_keep_the_mass_of_a_row() -> None:
+    """They are 0.9 % below it here: more weights are rounded to a smaller neighbour than to a larger one."""
+    weights = torch.randn(4, 8, 256 * BLOCK, generator=torch.Generator().manual_seed(0)).double().softmax(-1)
+    assert abs(float(reference.coded(weights, BLOCK, 1).sum() / weights.sum()) - 1) < 0.01
