@@ -184,7 +184,8 @@ def _store(pointer: tl.tensor, bits: tl.tensor, mask: tl.tensor, WIDTH: tl.const
 
     `tl.store` would move the tile to a layout of its own through shared memory, with barriers in every block. The
     interpreter knows no PTX. The constant is the cache policy evict-last: the reduction reads the bits soon, and the
-    next layer overwrites them, so that those of few rows never leave the L2 cache.
+    next layer overwrites them, so they need not leave the L2 cache. Codes of few rows then cost 0.6 % of a pass (4 x
+    32k, two scored queries; 3.7 to 5 without), those of many, 19 MB, 7 (32 x 16k; 5.2 to 5.8 without, in other runs).
     """
     tl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b64 last; setp.ne.b32 p, $3, 0; mov.b64 last, 0x14F0000000000000;"
