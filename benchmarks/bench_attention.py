@@ -20,8 +20,9 @@ import torch
 import triton
 
 from hf_aspire.kernels import reference, work
-from hf_aspire.kernels.combine import combine, reduce_scores
+from hf_aspire.kernels.combine import combine
 from hf_aspire.kernels.mixed_attention import Partials, mixed_attention
+from hf_aspire.kernels.reduce_scores import reduce_scores
 from hf_aspire.kernels.score_store import RawScores
 from hf_aspire.kernels.select import select
 from hf_aspire.kernels.store_kv import store_kv
@@ -203,6 +204,7 @@ CASES: dict[str, tuple[list[Row], float]] = {
     "verify B4x32k, 8 queries": (verify(4, 32768, 8), 0.90),
     "mixed 32k: 28 drafts 7 % + 4 verifies x 8": (mixed(28, 4, 8, 32768), 0.85),
     "mixed 16k: 30 drafts 7 % + 2 verifies x 16": (mixed(30, 2, 16, 16384), 0.85),
+    "refresh 16k: the same rows, all of their contexts": (verify(30, 16384, 1) + verify(2, 16384, 16), 0.85),
     "drafts only, B64, 1024 tokens": ([Row(1, 16384, 1024)] * 64, 0.85),
 }
 

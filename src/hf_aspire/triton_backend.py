@@ -20,8 +20,9 @@ from . import prompt_attention
 from .batch import MixedBatch
 from .cache import AspireCache, LayerSpec
 from .kernels import work
-from .kernels.combine import combine, reduce_scores
+from .kernels.combine import combine
 from .kernels.mixed_attention import Partials, mixed_attention
+from .kernels.reduce_scores import reduce_scores
 from .kernels.score_store import RawScores
 from .kernels.store_kv import store_kv
 from .kernels.tiles import Tile, tile_for

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from hf_aspire.kernels import reference, work
-from hf_aspire.kernels.combine import combine, reduce_scores
+from hf_aspire.kernels.combine import combine
 from hf_aspire.kernels.mixed_attention import PLAIN, Partials, mixed_attention
+from hf_aspire.kernels.reduce_scores import reduce_scores
 from hf_aspire.kernels.reference import reduce_scores as mean_scores
 from hf_aspire.kernels.score_store import RawScores
 from hf_aspire.kernels.tiles import Tile, tile_for

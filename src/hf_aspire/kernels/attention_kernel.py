@@ -149,7 +149,7 @@ def _attend(
         i_scored = ahead // step
         wanted = (kept < (BLOCK_M // GROUP) * GROUP) & (i_kept < queries)
         wanted = wanted & (ahead >= 0) & (ahead % step == 0) & (i_scored < entry(row + _ROW_SCORE_COUNT))
-        line = i_scored * (KV_HEADS * GROUP) + head * GROUP + kept % GROUP
+        line = (head * SCORED_QUERIES + i_scored) * GROUP + kept % GROUP
         p_scores = raw_scores + score_slot * score_stride
 
     table = page_table + i_table * table_stride
@@ -180,7 +180,7 @@ def _attend(
         base = tl.where(highest == float("-inf"), 0.0, highest)  # a query that sees nothing of the block
         weights = tl.exp2(logits - base[:, None])
         shrink = tl.exp2(maximum - base)
-        if SCORED:  # without a branch for rows that want none: it would cost 60 registers
+        if SCORED:  # without a branch for rows that want none: it saves no time
             store_scores(
                 p_scores + tl.cast(block // BLOCK_N, tl.int64) * block_stride,
                 line,

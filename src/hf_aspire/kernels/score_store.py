@@ -1,9 +1,9 @@
 """Scores as the attention pass leaves them: softmax weights of four bits, relative to each block's largest one.
 
 What a weight is relative to the whole context is known when all pieces are merged; until then it is kept relative to
-the largest of its block and query. Few bits, since scores cost what they write: among reads that fill the memory's
-bandwidth a written byte takes as long as four read ones, in whatever order (H200, 2026-11-30: 41 MB written beside
-2.1 GB read, 40 us; the same stores to memory that stays in the cache, nothing).
+the largest of its block and query. Few bits, since scores cost what reaches memory: among reads that fill its
+bandwidth a written byte takes as long as seven read ones (H200, 2026-11-30: 21 MB written beside 2.1 GB read, 32 us;
+the same stores to memory that stays in the cache, nothing). What was read for the last time is therefore discarded.
 
 A code is a small float, of three bits of exponent and one of mantissa: among float32's own smallest numbers, so that a
 shift decodes it, and 0 is 0. A weight w comes back within w / 5 or, if that is more, 0.0026 of the block's largest; so
@@ -36,6 +36,9 @@ _SUMMED = 8
 """Tokens whose weights the pass adds up where scores are of that many or more: they are in one warp's registers."""
 _FRONT = 8
 """Rows of a tile that lie side by side in the matrix unit's layout."""
+_CACHE_LINE = 32
+"""Words of a line of the L2 cache; a piece is whole ones."""
+_LINE = tl.constexpr(_CACHE_LINE)
 _BITS = tl.constexpr(22)
 """Bits of a float32 mantissa that a code leaves out."""
 _HALF = tl.constexpr(1 << 21)
@@ -50,7 +53,8 @@ class RawScores:
 
     Attributes:
         pieces: `[blocks, slots, size]` int32: `[lines, words]` of codes, `[lines]` float32 maxima, padding.
-        lines: Scored queries times query heads.
+        lines: Scored queries times query heads: heads of a group side by side, query by query, group by group.
+        group: Query heads per KV head.
         words: Words of codes per line.
         unit: Tokens per code.
         few: Whether a tile's scored rows are among its first `_FRONT`, see `tile_query`.
@@ -58,6 +62,7 @@ class RawScores:
 
     pieces: Tensor
     lines: int
+    group: int
     words: int
     unit: int
     few: bool
@@ -86,10 +91,10 @@ class RawScores:
         """
         stored = min(_SUMMED, block_n // 8) if unit % _SUMMED == 0 else 1
         lines, words = queries * heads[0], block_n // stored // 8
-        size = -(-lines * (words + 1) // 16) * 16  # so that words are read four at a time
+        size = -(-lines * (words + 1) // _CACHE_LINE) * _CACHE_LINE
         pieces = torch.empty(-(-tokens // block_n), slots, size, dtype=torch.int32, device=device)
         few = queries <= 2 and lines // heads[1] <= _FRONT
-        return cls(pieces, lines, words, stored, few)
+        return cls(pieces, lines, heads[0] // heads[1], words, stored, few)
 
 
 @triton.jit
@@ -183,9 +188,9 @@ def _store(pointer: tl.tensor, bits: tl.tensor, mask: tl.tensor, WIDTH: tl.const
     """Stores the last 8, 16 or 32 bits from the registers that hold them.
 
     `tl.store` would move the tile to a layout of its own through shared memory, with barriers in every block. The
-    interpreter knows no PTX. The constant is the cache policy evict-last: the reduction reads the bits soon, and the
-    next layer overwrites them, so they need not leave the L2 cache. Codes of few rows then cost 0.6 % of a pass (4 x
-    32k, two scored queries; 3.7 to 5 without), those of many, 19 MB, 7 (32 x 16k; 5.2 to 5.8 without, in other runs).
+    interpreter knows no PTX. The constant is the cache policy evict-last: the reduction reads the bits soon. Of what
+    it marks, 0.5 GB of reads drive next to nothing out of the L2 cache, 2 GB about half: codes of 4 x 32k tokens and
+    two scored queries cost 0.5 % of a pass, 5 to 6 without it, those of 32 x 16k the same with and without.
     """
     tl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b64 last; setp.ne.b32 p, $3, 0; mov.b64 last, 0x14F0000000000000;"
@@ -257,6 +262,46 @@ def store_scores(
     else:
         tl.store(pointer, codes.to(pointer.dtype.element_ty), mask=mask)
         tl.store(p_peak, peak, mask=wanted)
+
+
+@triton.jit
+def discard(
+    pieces: tl.tensor,
+    block_stride: tl.tensor,
+    count: tl.tensor,
+    outcome: tl.tensor,
+    BLOCKS: tl.constexpr,
+    WORDS: tl.constexpr,
+) -> None:
+    """Tells the L2 cache that pieces were read for the last time: it need not write them to memory.
+
+    Two scored queries of 32 x 16k tokens (19 MB) made the cache write 21 MB in every pass, and 13 MB since. Scores of
+    one code per token cost 9.5 % of the pass before and 6.5 % after, reduction included (H200, 2026-11-30).
+
+    Args:
+        pieces: Pointer to the first block's piece.
+        block_stride: Words between pieces.
+        count: Pieces that there are; the first BLOCKS of them are discarded.
+        outcome: A float below infinity, or NaN, made of all that was read: so that it is discarded only then.
+        BLOCKS: A power of two up to 32.
+        WORDS: Words of a piece; its last line is discarded whole.
+    """
+    LINES: tl.constexpr = (WORDS + _LINE - 1) // _LINE
+    SIDE: tl.constexpr = 32 // BLOCKS
+    block = tl.arange(0, BLOCKS)
+    read = (block < count) & ~(outcome == float("inf"))
+    for first in tl.static_range(0, LINES, SIDE):
+        line = first + tl.arange(0, SIDE)
+        pointer = pieces + block[:, None] * block_stride + line[None, :] * _LINE
+        mask = read[:, None] & (line < LINES)[None, :]
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p discard.global.L2 [$1], 128; mov.b32 $0, 0; }",
+            "=r,l,r",
+            [pointer.to(tl.int64, bitcast=True), mask.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
