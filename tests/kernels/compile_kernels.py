@@ -29,6 +29,8 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
+ON_A_GPU = {"IN_PLACE": True, "DISCARD": True}
+"""Constants that choose instructions of a GPU, which the wrappers leave out without one."""
 compiled: set[str] = set()
 
 
@@ -36,6 +38,7 @@ def compile_launch(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, 
     """In place of `JITFunction.run`."""
     names = [parameter.name for parameter in self.params]
     values = dict(zip(names, arguments, strict=False)) | {name: options[name] for name in names if name in options}
+    values |= {name: value for name, value in ON_A_GPU.items() if name in values}
     signature, constants = {}, {}
     for index, parameter in enumerate(self.params):
         value = values[parameter.name]
