@@ -109,8 +109,9 @@ def main(
     sparse = {"min_pages": 16, "recent_pages": 8, "sparsity": 0.1}
     exact = [AspireConfig(schedule="autoregressive")]
     exact += [AspireConfig(schedule="staggered", context=context, **sparse) for context in POLICIES]
-    exact.append(AspireConfig(schedule="staggered", context="verify", compile=True, **sparse))
     full = load_model(model, gguf, device, "float32")
+    if full.model.device.type == "cuda":
+        exact.append(AspireConfig(schedule="staggered", context="verify", compile=True, **sparse))
     rounded = load_model(model, gguf, device, half)
     inputs = prompts(rounded, [100 + 8 * row for row in range(50)], seed=50)
     plain = run_plain(rounded.model, inputs, NEW, keep_logits=True, do_sample=False)
