@@ -25,6 +25,7 @@ if importlib.util.find_spec("triton") is None:
         "side_streams",
         "pipeline",
         "prompt_attention",
+        "random_mixtures",
         "select",
         "settle",
         "store_kv",

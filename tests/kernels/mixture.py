@@ -164,6 +164,32 @@ def check_codes(got: torch.Tensor, codes: torch.Tensor) -> None:
     assert ((got - codes).abs() <= 0.5 * codes + 6e-3).all(), "by more than a code"
 
 
+def check_scores(mixture: Mixture, scores: torch.Tensor, weights: list[torch.Tensor], unit: int) -> None:
+    """Scores `[score slots, units]` of a run are those of the reference's weights, one `[queries, Hq, L]` per row.
+
+    A weight, relative to the largest of its block and query, comes back within a fifth, or within _LEAST.
+    """
+    scored = [(spec, weight) for spec, weight in zip(mixture.specs, weights, strict=True) if spec.scored]
+    for got, (spec, weight) in zip(scores, scored, strict=True):
+        weight, block = weight[list(spec.scored)], mixture.tile.block_n
+        expected = mean_scores(weight, unit)
+        row, behind = got[: len(expected)], got[len(expected) :]
+        assert ((row - expected).abs() <= 0.205 * expected + _LEAST * _largest(weight, unit, block) + 1e-9).all()
+        check_codes(row, coded_scores(weight, block, unit))
+        assert (behind == -1).all(), "nothing is written behind a row's units"
+
+
+_LEAST = 2**-8 / 1.5
+
+
+def _largest(weight: torch.Tensor, unit: int, block: int) -> torch.Tensor:
+    """Per unit, the sum over its tokens of their block's largest weight, averaged over heads and queries."""
+    tokens = weight.shape[-1]
+    padded = torch.nn.functional.pad(weight, (0, -tokens % block)).unflatten(-1, (-1, block))
+    peaks = padded.amax(-1, keepdim=True).expand_as(padded).flatten(-2)[..., : -(-tokens // unit) * unit]
+    return mean_scores(peaks, unit)
+
+
 def distance(got: torch.Tensor, expected: torch.Tensor) -> float:
     """Relative distance in the Euclidean norm; NaN anywhere gives NaN."""
     return float((got.double() - expected).norm() / expected.norm())
