@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
@@ -40,6 +44,14 @@ GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 
 Batch = dict[str, Tensor]
 DraftFunction = Callable[[int, int, int], int]
+
+
+@contextmanager
+def benchmark(name: str) -> Iterator[ModuleType]:
+    """A file of `benchmarks/` as a module, which finds the files beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+        yield importlib.import_module(name)
 
 
 def tiny_llama(**overrides: Any) -> LlamaForCausalLM:

@@ -1,28 +1,24 @@
 """The acceptance benchmark on a tiny random model: what it must hold before its figures mean anything."""
 
 import csv
-import importlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from kit import VOCABULARY, tiny_llama
+from kit import VOCABULARY, benchmark, tiny_llama
 from tiny_model import save_tiny_model
 from typer.testing import CliRunner
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 TOKENS = 200
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        yield importlib.import_module("bench_acceptance")
+    with benchmark("bench_acceptance") as module:
+        yield module
 
 
 @pytest.fixture(scope="module")

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from kit import ragged, tiny_llama
+from kit import benchmark, ragged, tiny_llama
 
 from hf_aspire.commands.measure import Run, run_plain
 
 
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "benchmarks"))
-    return importlib.import_module("bench_exactness")
+@pytest.fixture(scope="module")
+def bench() -> Iterator[ModuleType]:
+    with benchmark("bench_exactness") as module:
+        yield module
 
 
 def shifted(plain: Run, by: float) -> Run:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 import typer
-from kit import VOCABULARY, tiny_llama
+from kit import VOCABULARY, benchmark, tiny_llama
 from typer.testing import CliRunner
 
 pytest.importorskip("triton", reason="the benchmark records its version")
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        yield importlib.import_module("bench_generate")
+    with benchmark("bench_generate") as module:
+        yield module
 
 
 @pytest.mark.parametrize("option", ["--profiles", "--schedule", "--shape"])

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 import statistics
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import ModuleType
 
 import pytest
+from kit import benchmark
 
 from hf_aspire.config import AspireConfig
 from hf_aspire.cost_model import CostModel
 from hf_aspire.request import RowKind
 from hf_aspire.scheduler import Candidate, Fixed
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    module = importlib.import_module("bench_schedules")
-    monkeypatch.setattr(module, "SEEDS", 1)
-    yield module
+    with benchmark("bench_schedules") as module:
+        monkeypatch.setattr(module, "SEEDS", 1)
+        yield module
 
 
 @pytest.mark.parametrize("length", [3, 8])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 import torch
-from kit import tiny_llama
+from kit import benchmark, tiny_llama
 from transformers import AttentionInterface
 
 from hf_aspire.kernels import reference
@@ -17,13 +16,12 @@ TOKENS = 200
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "benchmarks"))
-    module = importlib.import_module("bench_scores")
-    monkeypatch.setattr(module, "FIRST", 100)
-    monkeypatch.setattr(module, "EVERY", 40)
-    monkeypatch.setattr(module, "SHARE", 0.3)  # a few of the pages of a short text
-    return module
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    with benchmark("bench_scores") as module:
+        monkeypatch.setattr(module, "FIRST", 100)
+        monkeypatch.setattr(module, "EVERY", 40)
+        monkeypatch.setattr(module, "SHARE", 0.3)  # a few of the pages of a short text
+        yield module
 
 
 def test_compares_what_the_model_attends_to(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
