@@ -14,6 +14,9 @@ from hf_aspire.kernels.reference import reduce_scores as mean_scores
 from hf_aspire.kernels.score_store import RawScores
 from hf_aspire.kernels.tiles import Tile, tile_for
 
+_LEAST = 2**-8 / 1.5
+"""Half of the smallest code: how far a weight may be off, as a share of the largest of its block and query."""
+
 
 @dataclass(frozen=True)
 class RowSpec:
@@ -177,9 +180,6 @@ def check_scores(mixture: Mixture, scores: torch.Tensor, weights: list[torch.Ten
         assert ((row - expected).abs() <= 0.205 * expected + _LEAST * _largest(weight, unit, block) + 1e-9).all()
         check_codes(row, coded_scores(weight, block, unit))
         assert (behind == -1).all(), "nothing is written behind a row's units"
-
-
-_LEAST = 2**-8 / 1.5
 
 
 def _largest(weight: torch.Tensor, unit: int, block: int) -> torch.Tensor:

@@ -44,11 +44,11 @@ def test_any_mixture(dtype, data):
     size, value_size = (draw(st.sampled_from([16, 64, 80])) for _ in range(2))
     tile = small_tile(draw(st.sampled_from([16, 32, 64])), draw(st.sampled_from([32, 64])))
     unit = draw(st.sampled_from([1, 4, 8, 16, page]))
-    heads = torch.linspace(-2, 3, group * kv_heads, device=DEVICE)
+    sinks = torch.linspace(-2, 3, group * kv_heads, device=DEVICE)
     variant = Variant(
         window=draw(st.sampled_from([0, 0, 1, 23, 64])),
         softcap=draw(st.sampled_from([0.0, 0.0, 5.0])),
-        sinks=draw(st.sampled_from([None, None, heads])),
+        sinks=draw(st.sampled_from([None, None, sinks])),
     )
     mixture = Mixture(
         specs,
