@@ -3,9 +3,9 @@
     python benchmarks/bench_exactness.py --device cuda --output exactness.json
 
 Float32: a ragged batch of 8 (0.3k to 3k tokens, 64 new ones) under every context policy, and once with compiled layers
-(on a GPU); TF32 is off. Half precision:
-50 prompts of 100 to 500 tokens, 64 new ones each. At every first difference of a row, plain's own two best logits and
-how far they are apart; and how far rounding moves that gap in plain itself, which float32 tells on the same text.
+(on a GPU); TF32 is off. Half precision: 50 prompts of 100 to 500 tokens, 64 new ones each. At every first difference
+of a row, how far plain's own two best logits are apart; and how far rounding moves that gap in plain itself, which
+float32 tells on the same text.
 """
 
 from __future__ import annotations

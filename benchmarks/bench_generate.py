@@ -36,7 +36,7 @@ from shapes import SHAPES, kv_bytes, prompts, random_model
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 import hf_aspire
-from hf_aspire import AspireConfig
+from hf_aspire import AspireConfig, AspireStats
 from hf_aspire.capacity import free_memory
 from hf_aspire.commands.documents import long_text
 from hf_aspire.commands.models import LoadedModel, load_model
@@ -169,7 +169,7 @@ def ours(case: Case, new: int, profile: list[float], fields: dict[str, Any]) -> 
     )
 
 
-def slow_steps(stats: Any) -> tuple[int, float]:
+def slow_steps(stats: AspireStats) -> tuple[int, float]:
     """Steps without prompts that took more than three times the median, and their seconds beyond it."""
     steps = [step for step in stats.timeline if all(row.kind is not RowKind.PREFILL for row in step.rows)]
     times = np.array([step.end - step.start for step in steps])
