@@ -249,8 +249,10 @@ def test_the_constrained_solution_satisfies_its_optimality_conditions(seed: int,
     rng = np.random.default_rng(seed)
     rows = rng.normal(size=(size + 2, size))
     matrix, vector = rows.T @ rows + 1e-3 * np.eye(size), rng.normal(size=size)
-    solution = _nonnegative_solution(matrix, vector)
+    free = rng.random(size) < 0.5
+    solution = _nonnegative_solution(matrix, vector, free)
     gradient = matrix @ solution - vector
     assert (solution >= 0).all()
     assert (gradient >= -1e-6).all()
     assert np.abs(gradient * solution).max() < 1e-6
+    assert (solution[~free] == 0).all()

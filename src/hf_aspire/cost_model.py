@@ -123,6 +123,7 @@ class CostModel:
         self._matrix: Array = np.zeros((len(known), len(known)))
         self._vector: Array = np.zeros(len(known))
         self._weight = 0.0  # observations in them, forgotten ones discounted
+        self._free = np.ones(len(known), dtype=bool)  # coefficients that the last solution left above their least
         self._errors: deque[float] = deque(maxlen=DRIFT_STEPS)  # log(seconds / predicted)
         # None: to be solved when next asked for
         self._coefficients: _Coefficients | None = (prior.base, prior.per_token, prior.per_kv_token, ())
@@ -186,8 +187,9 @@ class CostModel:
         self.steps += 1
         counted = seconds
         if self.steps > WARMUP_STEPS:
-            counted = min(seconds, MOST_ELAPSED * self.seconds(tokens, kv_tokens))
-            self._errors.append(math.log(seconds / self.seconds(tokens, kv_tokens)))
+            predicted = self.seconds(tokens, kv_tokens)
+            counted = min(seconds, MOST_ELAPSED * predicted)
+            self._errors.append(math.log(seconds / predicted))
             self._follow_drift()
             seconds = max(seconds, self.seconds(tokens, kv_tokens) / MOST_FASTER)
         self.elapsed += counted
@@ -230,26 +232,31 @@ class CostModel:
         matrix = factor**2 * self._matrix
         matrix.flat[:: len(matrix) + 1] += RIDGE
         least = LEAST_SHARE * self._prior
-        above = _nonnegative_solution(matrix, factor * self._vector + RIDGE * self._prior - matrix @ least)
+        wanted = factor * self._vector + RIDGE * self._prior - matrix @ least
+        above = _nonnegative_solution(matrix, wanted, self._free)
         base, per_token, *bends, per_kv_token = (factor * self._scale * (least + above)).tolist()
         rising = tuple((hinge, bend) for hinge, bend in zip(HINGES, bends, strict=True) if bend > 0)
         self._coefficients = (base, per_token, per_kv_token, rising)
         return self._coefficients
 
 
-def _nonnegative_solution(matrix: Array, vector: Array) -> Array:
+def _nonnegative_solution(matrix: Array, vector: Array, free: npt.NDArray[np.bool_]) -> Array:
     """Minimises x' M x / 2 - v' x over x >= 0, for a positive definite M of a few rows.
 
     Murty's principal pivoting: of the coordinates on the wrong side (a free one negative, a zero one that would fall
-    the objective if raised), the last changes sides, until there is none. It ends after at most 2^n solves
-    (K. G. Murty, Note on a Bard-type scheme for solving the complementarity problem, Opsearch 1974), here nearly
-    always after one to three.
+    the objective if raised), the last changes sides, until there is none. It ends after at most 2^n solves wherever it
+    begins (K. G. Murty, Note on a Bard-type scheme for solving the complementarity problem, Opsearch 1974), and after
+    one where that is right, as from one step to the next nearly always.
+
+    Args:
+        matrix: M.
+        vector: v.
+        free: Coordinates that are taken to be positive at first; afterwards those that are.
     """
-    free = np.ones(len(vector), dtype=bool)
     tolerance = 1e-9 * float(np.abs(vector).max())
     for _ in range(2 ** len(vector)):
         solution = np.zeros_like(vector)
-        solution[free] = np.linalg.solve(matrix[np.ix_(free, free)], vector[free])
+        solution[free] = np.linalg.solve(matrix[free][:, free], vector[free])
         descent = vector - matrix @ solution
         wrong = np.flatnonzero(np.where(free, solution < 0, descent > tolerance))
         if len(wrong) == 0:
