@@ -120,7 +120,7 @@ class Bench:
         request = Request(0, tokens, tokens, len(text), 1, 0, pages=pages, runs=self._cache.runs(pages))
         while request.prefilled < request.fed:
             row = Row.prefill(request, min(PREFILL_TOKENS, request.fed - request.prefilled), scored=False)
-            self._runners[FULL].forward(pack([row], text[None], 0, 0, self._cache.trash_slot, None, 0.0))
+            self._runners[FULL].forward(pack([row], text[None], 0, 0, self._cache.trash_slot, None))
             request.prefilled += row.queries
         return request
 
@@ -227,11 +227,11 @@ class Bench:
             policy = drafts[0].variant.policy
             for draft in drafts:
                 draft.request.drafts = self._tokens(draft.request, draft.request.generated, depth)
-                draft.read.append(self._contexts[draft.variant].tokens_read(draft.request))
             rows = [self._draft_row(draft) for draft in drafts]
             probabilities = self._softmax(self._forward(policy, rows, self._lists(drafts, rows)))
             for index, (draft, row) in enumerate(zip(drafts, rows, strict=True)):
                 request = draft.request
+                draft.read.append(row.read)
                 draft.acceptance.append(torch.minimum(probabilities[index], target[request.kept][depth]).sum())
                 if row.scored:
                     self._contexts[draft.variant].renew(row, request, self._runners[policy].backend.scores(index))
@@ -241,7 +241,7 @@ class Bench:
     def _draft_row(self, draft: _Draft) -> Row:
         contexts, request = self._contexts[draft.variant], draft.request
         wanted = bool(contexts.policy.draft_layers) and contexts.wants_scores(request.length + 1)  # as the planner
-        return Row.draft(request, wanted)
+        return Row.draft(request, wanted, contexts.tokens_read(request))
 
     def _lists(self, drafts: Sequence[_Draft], rows: Sequence[Row]) -> SparseView:
         """Every variant's lists, side by side in one view; short ones repeat their last entry."""
@@ -254,8 +254,7 @@ class Bench:
         return SparseView(torch.cat(slots, 1), torch.cat([view.lengths for view in views]))
 
     def _forward(self, policy: str, rows: Sequence[Row], sparse: SparseView | None = None) -> Tensor:
-        read = float(sum(row.context for row in rows))  # for the cost model of an engine; nobody asks here
-        return self._runners[policy].forward(pack(rows, self._history, 0, 0, self._cache.trash_slot, sparse, read))
+        return self._runners[policy].forward(pack(rows, self._history, 0, 0, self._cache.trash_slot, sparse))
 
     def _softmax(self, logits: Tensor) -> Tensor:
         return torch.softmax(logits.float() / self._setting.temperature, -1)

@@ -52,7 +52,7 @@ def lists_of(contexts: SparseContexts, requests: Sequence[Request]) -> list[list
     random = torch.Generator().manual_seed(7)
     pages = 500 // size + 2
     table = torch.stack([torch.randperm(10 * pages, generator=random)[:pages] for _ in range(8)])
-    view = contexts.view([Row.draft(request, scored=False) for request in requests], table)
+    view = contexts.view([Row.draft(request, scored=False, read=0.0) for request in requests], table)
     found = []
     for index, request in enumerate(requests):
         origin = {int(page): place for place, page in enumerate(table[request.row])}

@@ -113,7 +113,7 @@ def test_refresh_renews_its_list_at_every_draft(data: st.DataObject) -> None:
     request = request_of(data.draw(st.integers(60, 200)))
     contexts.renew(prompt_row(request.length), request, by_unit(contexts.policy, scores_of(1, request.length, 0)))
     for depth in range(config.max_draft - 1):
-        row = Row.draft(request, scored=True)
+        row = Row.draft(request, scored=True, read=0.0)
         request.drafts.append(5)
         scores = scores_of(1, row.context, depth)
         contexts.renew(row, request, by_unit(contexts.policy, scores))
@@ -135,7 +135,7 @@ def test_hybrid_renews_a_share_of_every_layers_list_at_every_draft(data: st.Data
     contexts.renew(prompt_row(scored), request, by_unit(contexts.policy, own))
     tail, count = cut(config, unit, scored)
     for depth in range(config.max_draft - 1):
-        row = Row.draft(request, scored=True)
+        row = Row.draft(request, scored=True, read=0.0)
         request.drafts.append(5)
         late = scores_of(1, row.context, depth)
         contexts.renew(row, request, by_unit(contexts.policy, late))

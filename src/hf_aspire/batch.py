@@ -31,7 +31,6 @@ class MixedBatch:
         embeds: `[1, T, hidden]` to feed instead of `token_ids`, or None.
         sparse: Lists of the draft rows, or None without draft rows.
         draft_index: `[R]` int64, packed tokens of the draft rows.
-        tokens_read: KV tokens that the rows' attention reads, averaged over layers.
     """
 
     rows: Sequence[Row]
@@ -42,7 +41,6 @@ class MixedBatch:
     logits_index: Tensor
     sparse: SparseView | None
     draft_index: Tensor
-    tokens_read: float
     embeds: Tensor | None = None
 
     @property
@@ -58,7 +56,6 @@ def pack(
     fed_columns: int,
     trash_slot: int,
     sparse: SparseView | None,
-    tokens_read: float,
 ) -> MixedBatch:
     """Packs rows: positions, places and token addresses in one host array, one copy to the device.
 
@@ -69,7 +66,6 @@ def pack(
         fed_columns: How many of them, counted from the last, are fed.
         trash_slot: Place for tokens that keep no keys and values.
         sparse: Lists of the draft rows.
-        tokens_read: KV tokens that the rows read, averaged over layers.
     """
     counts = [row.queries for row in rows]
     offsets = [0, *np.cumsum(counts).tolist()]
@@ -92,7 +88,6 @@ def pack(
         logits_index=torch.from_numpy(np.concatenate(wanted)).to(device),
         sparse=sparse,
         draft_index=torch.tensor(drafts, dtype=torch.int64, device=device),
-        tokens_read=tokens_read,
     )
 
 

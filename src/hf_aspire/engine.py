@@ -119,10 +119,7 @@ class Engine:
     def _pack(self, rows: list[Row]) -> MixedBatch:
         drafts = [row for row in rows if row.kind is RowKind.DRAFT]
         sparse = self._contexts.view(drafts, self._cache.page_table) if drafts else None
-        read = sum(
-            self._contexts.tokens_read(row.request) if row.kind is RowKind.DRAFT else row.context for row in rows
-        )
-        batch = pack(rows, self._history, self._width, self._fed_columns, self._cache.trash_slot, sparse, read)
+        batch = pack(rows, self._history, self._width, self._fed_columns, self._cache.trash_slot, sparse)
         if self._embeds is not None and any(row.kind is RowKind.PREFILL for row in rows):
             batch = dataclasses.replace(batch, embeds=self._embedded(batch, self._embeds))
         return batch
@@ -247,8 +244,8 @@ class Engine:
     def _record(self, batch: MixedBatch, decisions: list[Decision], started: float) -> None:
         ended = time.perf_counter()
         if not any(row.kind is RowKind.PREFILL for row in batch.rows):
-            plain = all(row.plain for row in batch.rows)
-            self._cost_model.observe(batch.tokens, batch.tokens_read, ended - started, plain)
+            read, plain = sum(row.read for row in batch.rows), all(row.plain for row in batch.rows)
+            self._cost_model.observe(batch.tokens, read, ended - started, plain)
         decided = []
         for decision in decisions:
             verified, record = decision.verified, decision.verified.record

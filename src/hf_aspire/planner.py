@@ -137,10 +137,10 @@ class Planner:
         candidates = [self._candidate(request) for request in ready]
         kinds = self._schedule.decide(candidates) if candidates else []
         draft = RowKind.DRAFT  # members of an enum are slow to look up
-        for request, kind in zip(ready, kinds, strict=True):
+        for request, candidate, kind in zip(ready, candidates, kinds, strict=True):
             if kind is draft and self._contexts.ready(request):
                 wanted = self._draft_scores and self._contexts.wants_scores(request.length + 1)
-                rows.append(Row.draft(request, wanted))
+                rows.append(Row.draft(request, wanted, candidate.sparse_context))
             elif kind is not None:
                 # A request that wants to draft and has no fresh list asks this decode row for the scores of one.
                 renews = self._drafts and (bool(request.drafts) or kind is draft)

@@ -113,6 +113,7 @@ class Row(NamedTuple):
         start: Context index of the first query.
         context: Context tokens once the row's own are stored.
         scored: Whether the attention scores of this row are wanted for the next sparse context.
+        read: KV tokens that its attention reads, averaged over layers.
     """
 
     request: Request
@@ -120,27 +121,30 @@ class Row(NamedTuple):
     queries: int
     start: int
     context: int
-    scored: bool = False
+    scored: bool
+    read: float
 
     @classmethod
     def prefill(cls, request: Request, queries: int, scored: bool) -> Row:
         """The next chunk of a prompt; scores are wanted of the last one only."""
         start = request.prefilled + len(request.cached_columns)
         last = request.prefilled + queries == request.fed
-        return cls(request, RowKind.PREFILL, queries, start, min(start + queries, request.kept), scored and last)
+        context = min(start + queries, request.kept)
+        return cls(request, RowKind.PREFILL, queries, start, context, scored and last, context)
 
     @classmethod
-    def draft(cls, request: Request, scored: bool) -> Row:
+    def draft(cls, request: Request, scored: bool, read: float) -> Row:
         """One more draft."""
         start = request.length + len(request.drafts)
-        return cls(request, RowKind.DRAFT, 1, start, start + 1, scored)
+        return cls(request, RowKind.DRAFT, 1, start, start + 1, scored, read)
 
     @classmethod
     def verify(cls, request: Request, scored: bool) -> Row:
         """The last committed token and all drafts; without drafts, a plain decode row."""
         queries = len(request.drafts) + 1
         kind = RowKind.VERIFY if request.drafts else RowKind.DECODE
-        return cls(request, kind, queries, request.length, request.length + queries, scored)
+        context = request.length + queries
+        return cls(request, kind, queries, request.length, context, scored, context)
 
     @property
     def plain(self) -> bool:

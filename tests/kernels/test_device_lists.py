@@ -78,7 +78,7 @@ def test_a_device_list_is_the_hosts(data: st.DataObject) -> None:
         contexts.renew(row, request, by_unit(policy, scores[:, 2 * index, : row.context]))
         request.length += 1  # as after a decode row
         request.drafts = [7] * data.draw(st.integers(0, 3))
-        draft = Row.draft(request, scored=False)
+        draft = Row.draft(request, scored=False, read=0.0)
         if not contexts.wants_scores(request.length + 1):
             continue
         expected = contexts.view([draft], state.page_table.cpu())
@@ -105,8 +105,8 @@ def test_tokens_are_packed_as_on_the_host(size: int, device: torch.device) -> No
     state = state_of(requests, size, device)
     state.history.copy_(torch.arange(state.history.numel(), device=device).view_as(state.history))
     requests[0].drafts, requests[1].drafts = [1, 2, 3], [4]
-    rows = [Row.verify(requests[0], False), Row.draft(requests[1], False), Row.verify(requests[2], False)]
-    expected = pack(rows, state.history[:SLOTS], WIDTH, WIDTH, trash_slot=-1, sparse=None, tokens_read=0.0)
+    rows = [Row.verify(requests[0], False), Row.draft(requests[1], False, 0.0), Row.verify(requests[2], False)]
+    expected = pack(rows, state.history[:SLOTS], WIDTH, WIDTH, trash_slot=-1, sparse=None)
     aheads = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 1), (2, 0)]
     tokens = torch.tensor([(*ahead, 9, 9) for ahead in (*aheads, (SLOTS, 0))], dtype=torch.int32, device=device)
     ids, positions, places = state.pack(tokens)

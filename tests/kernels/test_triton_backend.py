@@ -115,7 +115,7 @@ def rows_and_batch(lists, device):
     """A draft, a decode row, a verify row and a prompt's end over shuffled pages."""
     order = np.random.default_rng(0).permutation(40).tolist()
     taken = [order[0:8], order[8:12], order[12:20], order[20:28]]
-    draft = Row.draft(request_of(0, 25, taken[0], drafts=1), scored=True)
+    draft = Row.draft(request_of(0, 25, taken[0], drafts=1), scored=True, read=0.0)
     decode = Row.verify(request_of(1, 11, taken[1]), scored=True)
     verify = Row.verify(request_of(2, 26, taken[2], drafts=3), scored=True)
     prompt = prompt_of(3, 21, taken[3], kept=20)  # the last prompt token keeps nothing
@@ -137,7 +137,7 @@ def test_long_prompt_chunks_are_read_in_bulk(name, dtype, device, monkeypatch):
     order = np.random.default_rng(0).permutation(200).tolist()
     taken = [order[0:8], order[8:16], order[16:91], order[91:176]]
     pair = Pair(POLICIES[name], 200, page_table_of(taken, device), dtype, device)
-    draft = Row.draft(request_of(0, 25, taken[0], drafts=1), scored=True)
+    draft = Row.draft(request_of(0, 25, taken[0], drafts=1), scored=True, read=0.0)
     verify = Row.verify(request_of(1, 26, taken[1], drafts=3), scored=True)
     first, second = prompt_of(2, 300, taken[2]), prompt_of(3, 340, taken[3], kept=339)
     read = []
