@@ -1,13 +1,15 @@
 """Steps that follow each other on the device without waiting for the host.
 
 While the device runs a step, the host plans the next one with upper bounds of what the first will commit, and reads
-the outcome one step late. Everything that depends on an outcome (which tokens, where they go, what a draft reads) is
-computed on the device. Only steps without prompts run here, of calls that decide every row at its own pace.
+the outcome one step late, or two, where the device is done before the next step is planned. Everything that depends on
+an outcome (which tokens, where they go, what a draft reads) is computed on the device. Only steps without prompts run
+here, of calls that decide every row at its own pace.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +23,7 @@ from .decoding import Decoding
 from .device_lists import DeviceLists
 from .device_state import DeviceState
 from .request import Committed, Row, RowKind
+from .sampling import RejectionSampler
 from .step_tables import StepTables
 from .testing import Replay
 from .timeline import RowRecord
@@ -28,6 +31,10 @@ from .verification import check_choice
 
 _UNKNOWN = -1
 """A draft that the host has not heard of yet."""
+_MOST_AHEAD = 2
+"""Steps that wait behind the one that the device works on, at most: drafts of a small model take less time than
+planning them (1.6 and 1.7 to 2.7 ms; SmolLM2-135M, 64 rows, H200), and while a verification runs (5 ms), two can be
+planned. Ended texts, and rows near their limit, lose a step for each."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,6 @@ class _Flight:
         drafts: The list that a draft row's draft goes into, by request slot.
         bounds: Queries of the full rows, by request slot: what they may commit.
         padded: Query tokens, T, those that fill the batch up included.
-        tokens_read: KV tokens that attention reads, averaged over layers.
         outcome: What `Choice.settle` returns, on the host once `done`.
         done: When the outcome is there.
         steady: Whether its time is that of such a step, without compiling or capturing.
@@ -49,7 +55,6 @@ class _Flight:
     drafts: dict[int, list[int]]
     bounds: dict[int, int]
     padded: int
-    tokens_read: float
     outcome: Tensor
     done: _Moment
     steady: bool
@@ -64,6 +69,11 @@ class _Moment:
         if self._event is not None:
             self._event.record()
 
+    @property
+    def reached(self) -> bool:
+        """Whether the device has got there."""
+        return self._event is None or self._event.query()
+
     def wait(self) -> None:
         """Blocks until the device gets there."""
         if self._event is not None:
@@ -77,7 +87,7 @@ class _Moment:
 
 
 class Pipeline:
-    """Plans one step ahead.
+    """Plans a step ahead, or two where one is too few to keep the device busy.
 
     Args:
         decoding: The call's parts.
@@ -103,7 +113,10 @@ class Pipeline:
         self._lists = lists
         self._choice = choice
         self._replay = replay
-        self._flight: _Flight | None = None
+        self._flights: deque[_Flight] = deque()
+        self._ahead = 1
+        # What rejection draws goes by where rounds end, and near a limit that goes by what the host has heard of.
+        self._most_ahead = 1 if isinstance(decoding.sampler, RejectionSampler) else _MOST_AHEAD
         self._last: _Moment | None = None
 
     @property
@@ -112,19 +125,18 @@ class Pipeline:
         return self._last is not None
 
     def step(self) -> list[Committed]:
-        """Starts the next step, then reads the outcome of the last one."""
+        """Starts the next steps, then reads the outcome of the oldest one."""
         if self._last is None:
             self._last = self._enter()
-        previous, self._flight = self._flight, None
-        rows = self._parts.planner.rows()
-        if rows:
-            self._flight = self._launch(rows)
-        return self._collect(previous) if previous is not None else []
+        while len(self._flights) <= self._ahead and (rows := self._parts.planner.rows()):
+            self._flights.append(self._launch(rows))
+        return self._collect(self._flights.popleft()) if self._flights else []
 
     def drain(self) -> list[Committed]:
-        """Reads the last outcome; the host then knows everything again."""
-        previous, self._flight = self._flight, None
-        committed = self._collect(previous) if previous is not None else []
+        """Reads the outcomes that are left; the host then knows everything again."""
+        committed: list[Committed] = []
+        while self._flights:
+            committed += self._collect(self._flights.popleft())
         self._last = None
         self._parts.contexts.forget()
         return committed
@@ -145,8 +157,9 @@ class Pipeline:
         listed = np.array(
             [self._parts.contexts.listed(row.request, row.context) if draft else 0 for row, draft in pairs]
         )
-        read = sum(self._parts.contexts.tokens_read(row.request) if draft else row.context for row, draft in pairs)
         plan = self._tables.plan(rows, listed, self._forced(rows), self._choice.in_forward)
+        if self._flights and self._flights[-1].done.reached:
+            self._ahead = self._most_ahead
         result, steady = self._parts.runner.forward_planned(plan, self._tables, self._choice)
         outcome = result.to("cpu", non_blocking=True)
         done = _Moment(result.device)
@@ -167,7 +180,7 @@ class Pipeline:
                 request.drafted_end = False
             if row.scored:
                 self._parts.contexts.note(row)
-        return _Flight(rows, drafts, bounds, plan.shape.tokens, read, outcome, done, steady)
+        return _Flight(rows, drafts, bounds, plan.shape.tokens, outcome, done, steady)
 
     def _forced(self, rows: Sequence[Row]) -> NDArray[np.int64]:
         """Accepted drafts of every full row, where a benchmark replays them; else -1."""
@@ -198,8 +211,8 @@ class Pipeline:
                 committed.append(self._end_round(row, records[row.request.row], line, scores[first:]))
             first += row.queries
         if flight.steady:
-            tokens, plain = sum(row.queries for row in flight.rows), all(row.plain for row in flight.rows)
-            self._parts.cost_model.observe(tokens, flight.tokens_read, seconds, plain)
+            queries, read = sum(row.queries for row in flight.rows), sum(row.read for row in flight.rows)
+            self._parts.cost_model.observe(queries, read, seconds, all(row.plain for row in flight.rows))
         ended = time.perf_counter()
         decided = [records[slot] for slot in flight.bounds if slot in records]
         self._parts.recorder.step(ended - seconds, ended, list(records.values()), decided)
@@ -216,8 +229,7 @@ class Pipeline:
         request, drafted, accepted = row.request, row.queries - 1, len(tokens) - 1
         request.length -= row.queries - len(tokens)
         request.generated -= row.queries - len(tokens)
-        ahead = self._flight.bounds.get(request.row, 0) if self._flight is not None else 0
-        generated = request.generated - ahead
+        generated = request.generated - sum(flight.bounds.get(request.row, 0) for flight in self._flights)
         for place, token in enumerate(tokens):
             check_choice(self._parts.sampler, float(scores[place]), request.row, generated - len(tokens) + place)
             if token in self._parts.end_tokens:

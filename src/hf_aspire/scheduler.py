@@ -45,7 +45,7 @@ class Candidate(NamedTuple):
 
 
 class Schedule(Protocol):
-    """Decides one step at a time, and hears how each verification went (possibly a step late)."""
+    """Decides one step at a time, and hears how each verification went (possibly a step or two late)."""
 
     def decide(self, candidates: Sequence[Candidate]) -> list[RowKind | None]:
         """What each candidate does in the next step.

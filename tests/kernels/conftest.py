@@ -1,13 +1,21 @@
 """Kernel tests run compiled on a GPU and, without one, under Triton's interpreter: the same files."""
 
+from __future__ import annotations
+
 import importlib.util
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before anything imports triton
+    # Read when a kernel is defined, so before anything imports triton, as Transformers does.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 collect_ignore = []
 if importlib.util.find_spec("triton") is None:
@@ -30,6 +38,7 @@ if importlib.util.find_spec("triton") is None:
         "settle",
         "store_kv",
         "triton_backend",
+        "workspace",
     )
     collect_ignore = [f"test_{name}.py" for name in names]
 
@@ -37,3 +46,23 @@ if importlib.util.find_spec("triton") is None:
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    from kit import tiny_llama  # it imports kernels
+
+    settings = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return tiny_llama(**settings).float().to(device)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch, model: LlamaForCausalLM) -> Iterator[None]:
+    """Calls of the model run the Triton kernels, on a CPU too."""
+    import hf_aspire
+    from hf_aspire.backends import BackendChoice
+
+    monkeypatch.setattr("hf_aspire.session.choose_backend", lambda config, layers: BackendChoice(config.backend, ""))
+    yield
+    hf_aspire.release(model)

@@ -1,65 +1,30 @@
-"""Steps that run ahead of the host: plain's text, the reference's drafts, and what outlives a call.
-
-Under the interpreter these calls run the Triton kernels on a CPU, step by step.
-"""
+"""Steps that run ahead of the host: plain's text, the reference's drafts."""
 
 from __future__ import annotations
 
 import copy
-import gc
-import warnings
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from kit import pick, plain, ragged, tiny_llama
-from transformers import LlamaForCausalLM, PreTrainedModel
+from kernels.planned_calls import made, run, settings, text_of
+from kit import pick, ragged
+from transformers import LlamaForCausalLM
 
 import hf_aspire
-from hf_aspire import AspireConfig, AspireStats, prompt_attention
-from hf_aspire.backends import BackendChoice
+from hf_aspire import prompt_attention
 from hf_aspire.cost_model import CostModel
-from hf_aspire.generation import _current
 from hf_aspire.graphs import Graphs, Needs, Shape
 from hf_aspire.kernels import work
+from hf_aspire.pipeline import Pipeline, _Moment
+from hf_aspire.request import Row
 from hf_aspire.step_tables import Plan, StepTables
 from hf_aspire.testing import random_context, replay_acceptance
-from hf_aspire.triton_backend import TritonBackend
-from hf_aspire.workspace import Workspace, workspaces
+from hf_aspire.workspace import workspaces
 
-
-@pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    settings = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32}
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return tiny_llama(**settings).float().to(device)
-
-
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch, model: LlamaForCausalLM) -> Iterator[None]:
-    """The Triton kernels, on a CPU too."""
-    monkeypatch.setattr("hf_aspire.session.choose_backend", lambda config, layers: BackendChoice(config.backend, ""))
-    yield
-    hf_aspire.release(model)
-
-
-def settings(**fields: Any) -> AspireConfig:
-    small = {"min_pages": 1, "recent_pages": 1, "sparsity": 0.1, "draft_length": 3, "max_draft": 4}
-    return AspireConfig(**{**small, "backend": "triton", "cuda_graphs": True, "compile": False, **fields})
-
-
-def run(model: PreTrainedModel, batch: dict[str, Any], config: AspireConfig, **keywords: Any) -> Any:
-    """Sequences and statistics of a call."""
-    found: list[AspireStats] = []
-    config = AspireConfig(**{**vars(config), "on_stats": found.append})
-    batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
-    text = hf_aspire.generate(model, **batch, **{"do_sample": False, **keywords}, aspire_config=config)
-    return text.cpu(), found[0]
-
-
-def text_of(model: PreTrainedModel, batch: dict[str, Any], **keywords: Any) -> torch.Tensor:
-    return plain(model, {name: tensor.to(model.device) for name, tensor in batch.items()}, **keywords).cpu()
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 @pytest.mark.parametrize(
@@ -77,6 +42,36 @@ def test_greedy_text_is_plains(model: LlamaForCausalLM, context: str, schedule: 
         ends = [(row == end).nonzero()[:1, 0].tolist() if keywords else [] for row in expected[:, 70:]]
         assert stats.committed == [place[0] + 1 if place else 12 for place in ends]
         assert stats.rows_drafted
+
+
+@pytest.mark.parametrize("waits", [False, True, None])
+def test_a_second_step_is_planned_ahead_where_the_device_waits(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, waits: bool | None
+) -> None:
+    launch, ahead, draw = Pipeline._launch, [], random.Random(0)
+
+    def note(self: Pipeline, rows: list[Row]) -> Any:
+        ahead.append(len(self._flights))
+        return launch(self, rows)
+
+    monkeypatch.setattr(Pipeline, "_launch", note)
+    monkeypatch.setattr(_Moment, "reached", property(lambda moment: draw.random() < 0.2 if waits is None else waits))
+    batch = ragged((30, 7))
+    keywords = {"eos_token_id": int(text_of(model, batch, max_new_tokens=9)[1, -1]), "pad_token_id": 0}
+    expected = text_of(model, batch, max_new_tokens=18, **keywords)
+    text, _ = run(model, batch, settings(schedule="staggered"), max_new_tokens=18, **keywords)
+    assert torch.equal(text, expected)
+    assert max(ahead) == (1 if waits is False else 2)
+
+
+def test_the_clock_does_not_choose_texts_that_go_by_rounds(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, texts = settings(schedule="fixed", sampling="rejection", seed=3), []
+    for waits in (False, True):
+        monkeypatch.setattr(_Moment, "reached", waits)
+        texts.append(run(model, ragged((50, 30)), config, max_new_tokens=14, do_sample=True, temperature=0.7)[0])
+    assert torch.equal(*texts)
 
 
 def test_prompts_read_in_bulk_give_plains_text(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,6 +209,22 @@ def test_rows_that_wait_for_pages_start_when_others_end(model: LlamaForCausalLM)
     assert prefills[-1] > 3
 
 
+@pytest.mark.parametrize("place", [2, 3])
+def test_a_row_that_starts_where_another_ended_leaves_those_under_way_alone(
+    model: LlamaForCausalLM, place: int
+) -> None:
+    """Whatever the host has not heard of them yet: a draft at one place, a verification at the other."""
+    batch = ragged((40, 33, 20), seed=1)
+    memory = 7 * 16 * sum(2 * 1 * 16 * 4 for _ in range(2))  # seven pages: four and three for the first two rows
+    keywords = {"eos_token_id": int(text_of(model, batch, max_new_tokens=place)[0, -1]), "pad_token_id": 0}
+    expected = text_of(model, batch, max_new_tokens=12, **keywords)
+    config = settings(schedule="staggered", draft_length=1, kv_memory=memory)
+    text, stats = run(model, batch, config, max_new_tokens=12, **keywords)
+    assert torch.equal(text, expected)
+    late = next(step for step in reversed(stats.timeline) if any(row.kind.name == "PREFILL" for row in step.rows))
+    assert {row.request for row in late.rows} == {1, 2}
+
+
 def test_processors_of_the_text_and_scores_take_the_other_way(model: LlamaForCausalLM) -> None:
     batch = ragged((40, 20))
     text, _ = run(model, batch, settings(schedule="fixed"), max_new_tokens=8, repetition_penalty=1.3)
@@ -234,159 +245,3 @@ def test_replayed_acceptance_is_what_rounds_keep(model: LlamaForCausalLM) -> Non
     with random_context(), replay_acceptance([1.0, 1.0, 0.0]):
         _, stats = run(model, ragged((60, 50)), settings(schedule="fixed", draft_length=4), max_new_tokens=12)
     assert {pair for rounds in stats.rounds for pair in rounds if pair[0] == 4} == {(4, 2)}
-
-
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Workspace]:
-    """Every workspace that is made from now on."""
-    found: list[Workspace] = []
-    init = Workspace.__init__
-
-    def note(self: Workspace, *arguments: Any) -> None:
-        init(self, *arguments)
-        found.append(self)
-
-    monkeypatch.setattr(Workspace, "__init__", note)
-    return found
-
-
-def test_a_workspace_serves_the_next_calls_of_the_same_model(
-    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found, config = made(monkeypatch), settings(schedule="fixed")
-    first, smaller, longer = ragged((40, 20)), ragged((33, 20), seed=1), ragged((70,))
-    for texts in (first, smaller, first, longer, first, longer):
-        assert torch.equal(run(model, texts, config, max_new_tokens=4)[0], text_of(model, texts, max_new_tokens=4))
-    assert len(found) == 2  # the longer one needs another, which serves all of them
-    hf_aspire.release(model)
-    run(model, first, config, max_new_tokens=4)
-    assert len(found) == 3
-
-
-def test_prompts_of_embeddings_read_no_tokens_of_an_earlier_call(
-    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Behind a text lies what was drafted last, -1 for nothing: no token that could be looked up."""
-    found, config = made(monkeypatch), settings(schedule="staggered", sampling="rejection", seed=1, context="verify")
-    run(model, ragged((9, 9)), config, max_new_tokens=12, do_sample=True)
-    found[0].state.history[:2, 9:] = -1
-    batch = ragged((16, 12))
-    embeds = model.get_input_embeddings()(batch["input_ids"].to(model.device)).detach()
-    prompts = {"inputs_embeds": embeds, "attention_mask": batch["attention_mask"]}
-    text, _ = run(model, prompts, config, max_new_tokens=3)
-    assert torch.equal(text, text_of(model, prompts, max_new_tokens=3))
-    assert len(found) == 1
-
-
-def test_a_workspace_made_in_inference_mode_serves_calls_outside_it(
-    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found, batch = made(monkeypatch), ragged((20,))
-    for mode in (True, False, True):
-        with torch.inference_mode(mode):
-            text, _ = run(model, batch, settings(schedule="fixed"), max_new_tokens=3)
-        assert torch.equal(text, text_of(model, batch, max_new_tokens=3))
-    assert len(found) == 1
-
-
-def test_scores_are_float32_whatever_torchs_default(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The selection reads their bits."""
-    found = []
-    use = TritonBackend.use
-
-    def note(self: TritonBackend, tables: Any) -> None:
-        found.append(tables.scores)
-        use(self, tables)
-
-    monkeypatch.setattr(TritonBackend, "use", note)
-    batch = ragged((40,))
-    torch.set_default_dtype(torch.float16)
-    try:
-        run(model, batch, settings(schedule="fixed"), max_new_tokens=6)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert {scores.dtype for scores in found if scores is not None} == {torch.float32}
-
-
-def test_whatever_a_forward_depends_on_makes_a_new_workspace(
-    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found, config, batch = made(monkeypatch), settings(schedule="autoregressive"), ragged((20,))
-
-    def call() -> int:
-        text, _ = run(model, batch, config, max_new_tokens=3)
-        assert torch.equal(text, text_of(model, batch, max_new_tokens=3))
-        return len(found)
-
-    assert (call(), call()) == (1, 1)
-    layer = model.model.layers[0]
-    monkeypatch.setattr(layer.self_attn, "scaling", 0.5)
-    assert call() == 2
-    weight = layer.mlp.up_proj.weight
-    layer.mlp.up_proj.weight = torch.nn.Parameter(weight * 2)
-    hook = None
-    try:
-        assert call() == 3
-        hook = layer.mlp.register_forward_hook(lambda module, inputs, output: output * 0.5)
-        assert call() == 4
-    finally:
-        layer.mlp.up_proj.weight = weight
-        if hook is not None:
-            hook.remove()
-
-
-def test_a_short_call_goes_on_with_the_graphs_of_a_long_one(
-    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = settings(schedule="fixed", cuda_graphs="auto")
-    assert workspaces.captures(model, config, steps=100) and not workspaces.captures(model, config, steps=3)
-    run(model, ragged((20,)), config, max_new_tokens=3)
-    assert not workspaces.captures(model, config, steps=3)
-    monkeypatch.setattr(Graphs, "__len__", lambda self: 1)
-    assert workspaces.captures(model, config, steps=3)
-
-
-@pytest.mark.parametrize("switch", ["auto", True])
-def test_what_cannot_be_captured_or_compiled_is_warned_about(model: LlamaForCausalLM, switch: bool | str) -> None:
-    config = settings(compile=switch, cuda_graphs=switch)
-    hook = model.model.layers[0].register_forward_hook(lambda module, inputs, output: None)
-    try:
-        with pytest.warns(RuntimeWarning, match="runs without CUDA graphs: model.layers.0 has a forward hook"):
-            assert not workspaces.captures(model, config, steps=3000)
-        with pytest.warns(RuntimeWarning, match="does not compile layers: model.layers.0 has a forward hook"):
-            assert not workspaces.compiles(model, config, steps=3000)
-    finally:
-        hook.remove()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert workspaces.captures(model, config, steps=3000) and workspaces.compiles(model, config, steps=3000)
-
-
-def test_a_call_runs_with_its_models_gpu_as_the_current_one() -> None:
-    place = _current(torch.device("cuda", 1))
-    assert isinstance(place, torch.cuda.device) and place.idx == 1
-    with _current(torch.device("cpu")) as nothing:
-        assert nothing is None
-
-
-def test_a_call_that_fails_leaves_no_page_taken(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, batch, config = made(monkeypatch), ragged((40, 20)), settings(schedule="fixed")
-
-    def stop(*arguments: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("hf_aspire.pipeline.Pipeline._collect", stop)
-        with pytest.raises(KeyboardInterrupt):
-            run(model, batch, config, max_new_tokens=6)
-    assert found[0].cache.allocator.all_free
-    assert torch.equal(run(model, batch, config, max_new_tokens=6)[0], text_of(model, batch, max_new_tokens=6))
-
-
-def test_what_is_kept_for_a_model_goes_with_it() -> None:
-    mine = tiny_llama(num_hidden_layers=1).float()
-    mine.to("cuda" if torch.cuda.is_available() else "cpu")
-    run(mine, ragged((10,)), settings(schedule="autoregressive"), max_new_tokens=2)
-    kept = len(workspaces._kept)
-    del mine
-    gc.collect()
-    assert len(workspaces._kept) == kept - 1
