@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulation import best_draft_length
 
-from hf_aspire.cost_model import WARMUP_STEPS, CostModel, StepCost, _nonnegative_solution
+from hf_aspire.cost_model import DRIFT_STEPS, SOLVED_EVERY, WARMUP_STEPS, CostModel, StepCost, _nonnegative_solution
 
 PRIOR = StepCost(base=4e-3, per_token=5e-6, per_kv_token=1e-8)
 Device = Callable[[float, float], float]
@@ -111,6 +111,25 @@ def test_a_new_level_is_followed_within_20_steps(level: float, seed: int) -> Non
     teach(model, device(), (mixed_step(rng) for _ in range(300)), rng)
     teach(model, device(level), (mixed_step(rng) for _ in range(20)), rng)
     assert worst_error(model, device(level), probes) < 0.12
+
+
+def test_is_solved_now_and_then_and_at_once_where_the_level_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    solved, solve, model, rng = [0], CostModel._solve, CostModel(PRIOR), random.Random(0)
+
+    def count(self: CostModel) -> tuple:
+        solved[0] += 1
+        return solve(self)
+
+    monkeypatch.setattr(CostModel, "_solve", count)
+    for _ in range(WARMUP_STEPS + 40):
+        teach(model, device(), [mixed_step(rng)], rng)
+        model.seconds(64, 1e5)
+    assert solved[0] == 1 + 40 // SOLVED_EVERY
+    before, levels = model.seconds(64, 1e5), []
+    for _ in range(DRIFT_STEPS):
+        teach(model, device(level=2), [mixed_step(rng)], rng, noise=0.0)
+        levels.append(model.seconds(64, 1e5) / before)
+    assert max(levels) > 1.5
 
 
 def test_a_change_too_small_for_a_drift_is_followed_by_forgetting() -> None:

@@ -18,6 +18,8 @@ _Coefficients = tuple[float, float, float, tuple[tuple[int, float], ...]]
 HINGES = (64, 256)
 # The prior alone decides until so many steps were seen: the first ones compile, capture graphs and fill caches.
 WARMUP_STEPS = 10
+# Steps from one solution to the next, unless the level changes: solving takes as long as choosing 40 draft lengths.
+SOLVED_EVERY = 4
 # Weight of the past after each step: the fit remembers about 1 / (1 - 0.99) = 100 steps, enough to average 5 % noise
 # over five coefficients down to about 1 %, and short against the growth of a context.
 MEMORY = 0.99
@@ -198,7 +200,7 @@ class CostModel:
         self._matrix += np.outer(row, row)
         self._vector += row
         self._weight += 1
-        if self.steps >= WARMUP_STEPS:
+        if self.steps >= WARMUP_STEPS and (self.steps - WARMUP_STEPS) % SOLVED_EVERY == 0:
             self._coefficients = None
 
     def _prior_seconds(self, tokens: float, kv_tokens: float) -> float:
