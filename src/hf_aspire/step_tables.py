@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .cuts import Cuts
 from .device_lists import DeviceLists
 from .device_state import DeviceState
 from .graphs import Graphs, Needs, Shape
@@ -58,6 +60,7 @@ class StepTables:
         self._parts_of: dict[Shape, tuple[list[int], list[Tensor]]] = {}
         self._partials_of: dict[tuple[int, int, int], Partials] = {}
         self._scores_of: dict[tuple[int, int], tuple[RawScores, Tensor]] = {}
+        self._cuts = Cuts()
 
     def plan(self, rows: Sequence[Row], listed: NDArray[np.int64], forced: NDArray[np.int64], settles: bool) -> Plan:
         """The tables of rows, cut on the host and on their way to the device.
@@ -73,7 +76,9 @@ class StepTables:
         per_tile = backend.queries_per_tile(tile)
         slots = np.array([row.request.row for row in rows])
         tables = [backend.row_table(key, rows, listed, slots) for key in backend.view_keys]
-        cuts = [backend.cut(table, tile) for table, _ in tables]
+        cuts = [
+            self._cuts.of(view, table, lambda rows: backend.cut(rows, tile)) for view, (table, _) in enumerate(tables)
+        ]
         score_slots = max(0 if scored is None else len(scored) for _, scored in tables)
         needed = tuple((cut.used_items, cut.used_merges) for cut in cuts)
         needs = Needs(count, tile.block_m, score_slots, settles, needed, per_tile)
@@ -97,6 +102,7 @@ class StepTables:
     ) -> tuple[Shape, list[work.Work]]:
         """The step's shape, and its work, cut in another way where the shape has too little room for it."""
 
+        @cache
         def cut_for(shape: Shape) -> list[work.Work]:
             rooms = needs.room_in(shape)
             return [self._backend.cut(table, tile, room) for table, room in zip(tables, rooms, strict=True)]

@@ -1,0 +1,42 @@
+"""Work that is cut once for several steps. Numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .kernels import work
+
+SPARE = 16
+"""Tokens that rows may grow by until they are cut anew; they may also be as many shorter than what they were cut for,
+since corrected bounds and new lists are. Kernels read blocks of 32 to 128 tokens and end where the row does."""
+
+
+class Cuts:
+    """The last cut of every view, for steps in which every row has one query: drafts, or plain decoding.
+
+    From one such step to the next every row grows by a token, and cutting takes a quarter of the time to plan a step
+    (64 rows of SmolLM2-135M: 125 of 480 us on a CPU).
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[work.Table, work.Work]] = {}  # ends that it serves at most, the cut
+
+    def of(self, view: int, rows: work.Table, cut: Callable[[work.Table], work.Work]) -> work.Work:
+        """The work of a view's rows, which ends at most `2 * SPARE` tokens behind each of them.
+
+        Args:
+            view: Which view.
+            rows: Its row table.
+            cut: Cuts a row table.
+        """
+        if rows[:, work.ROW_QUERIES].max() > 1:
+            return cut(rows)
+        ends = rows[:, work.ROW_LENGTH]
+        if view in self._kept:
+            most, kept = self._kept[view]
+            if len(most) == len(ends) and (most >= ends).all() and (most <= ends + 2 * SPARE).all():
+                return kept
+        roomy = rows.copy()
+        roomy[:, [work.ROW_START, work.ROW_LENGTH]] += SPARE
+        self._kept[view] = roomy[:, work.ROW_LENGTH], cut(roomy)
+        return self._kept[view][1]
