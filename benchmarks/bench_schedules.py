@@ -6,8 +6,8 @@ A step takes what a fit of steps traced on one H200 says (bf16, compiled, CUDA g
 and KV the tokens that its rows read: base + per_token T + per_kv_token KV, and where rows are scored, which verify,
 `scoring` and `per_row` for each. `aspire` does not know these: its cost model starts from the roofline and is fitted
 to the steps as they come, with 5 % noise, and it hears of acceptance one step late, as in `pipeline.py` where planning
-takes less time than a step. No text ends,
-and no step is slow because its shape is new. Rates are those of the last two thirds of a run.
+takes less time than a step. No text ends, and no step is slow because its shape is new. Rates are those of the last
+two thirds of a run.
 
 Against `aspire` stand the best of a few lengths in lockstep, plain decoding among them, which nobody knows beforehand,
 `aspire` with every row for itself, and `aspire` without its guard, where that is a tenth faster than plain decoding.
