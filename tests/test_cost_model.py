@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,17 +115,15 @@ def test_a_new_level_is_followed_within_20_steps(level: float, seed: int) -> Non
 
 
 def test_is_solved_now_and_then_and_at_once_where_the_level_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    solved, solve, model, rng = [0], CostModel._solve, CostModel(PRIOR), random.Random(0)
-
-    def count(self: CostModel) -> tuple:
-        solved[0] += 1
-        return solve(self)
-
-    monkeypatch.setattr(CostModel, "_solve", count)
+    solved, linear, model, rng = list[Any](), list[Any](), CostModel(PRIOR), random.Random(0)
+    solve, solve_linear = CostModel._solve, np.linalg.solve
+    monkeypatch.setattr(CostModel, "_solve", lambda self: solved.append(self) or solve(self))
+    monkeypatch.setattr(np.linalg, "solve", lambda *system: linear.append(system) or solve_linear(*system))
     for _ in range(WARMUP_STEPS + 40):
         teach(model, device(), [mixed_step(rng)], rng)
         model.seconds(64, 1e5)
-    assert solved[0] == 1 + 40 // SOLVED_EVERY
+    assert len(solved) == 1 + 40 // SOLVED_EVERY
+    assert len(linear) < 1.5 * len(solved) + 3, "each begins with the last one's coefficients"
     before, levels = model.seconds(64, 1e5), []
     for _ in range(DRIFT_STEPS):
         teach(model, device(level=2), [mixed_step(rng)], rng, noise=0.0)

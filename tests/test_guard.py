@@ -93,6 +93,19 @@ def test_a_probe_that_times_nothing_ends_and_is_not_repeated_soon() -> None:
     assert held == PROBE_STEPS
 
 
+def test_a_probe_waits_for_shapes_to_be_captured_and_for_outcomes_that_come_two_steps_late() -> None:
+    loop, planned = Loop(), 1
+    while not loop.guard.holds(BATCH, CONTEXT):
+        for _ in range(BATCH // 4):
+            loop.guard.observe(3, 3)
+        loop.cost.observe(2 * BATCH, CONTEXT / 2, PLAIN / 1.4)
+    while loop.guard.holds(BATCH, CONTEXT):
+        planned += 1
+        if planned - 2 > 3:
+            loop.plain_step()
+    assert loop.cost.plain_steps == PROBED
+
+
 def test_plain_decoding_is_measured_once_in_a_long_call_whatever_the_gain() -> None:
     assert lengths(Loop(read=CONTEXT / 8).run(3.0, 2 * MEASURED_BY)) == [PROBED]
 

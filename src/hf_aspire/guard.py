@@ -16,8 +16,9 @@ LEAST_TIMED = 0.75
 # H200); up to a factor of two, every loss is found at once, and any after so many steps.
 DOUBTFUL = 2.0
 MEASURED_BY = 512
-# Plain steps that are enough, at most so many to get them (new shapes are not timed), and how long they are good for.
-PROBED, PROBE_STEPS, GOOD_FOR = 2, 6, 512
+# Plain steps that are enough, at most so many to get them (three of a new shape are not timed, and on a GPU outcomes
+# come up to two steps late), and how long they are good for.
+PROBED, PROBE_STEPS, GOOD_FOR = 2, 8, 512
 # Steps of plain decoding after speculation lost; twice as many each time that it loses again, up to a limit.
 HOLD, LONGEST_HOLD = 128, 2048
 

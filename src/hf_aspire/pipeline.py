@@ -1,9 +1,9 @@
 """Steps that follow each other on the device without waiting for the host.
 
 While the device runs a step, the host plans the next one with upper bounds of what the first will commit, and reads
-the outcome one step late, or two, where the device is done before the next step is planned. Everything that depends on
-an outcome (which tokens, where they go, what a draft reads) is computed on the device. Only steps without prompts run
-here, of calls that decide every row at its own pace.
+the outcome one step late, or two, where the device was done before the next step could start. Everything that depends
+on an outcome (which tokens, where they go, what a draft reads) is computed on the device. Only steps without prompts
+run here, of calls that decide every row at its own pace.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ planned. Ended texts, and rows near their limit, lose a step for each."""
 
 @dataclass(frozen=True)
 class _Flight:
-    """A step that the device works on.
+    """A step that the device works on, or soon will.
 
     Attributes:
         rows: Its rows, as planned.
@@ -115,7 +115,7 @@ class Pipeline:
         self._replay = replay
         self._flights: deque[_Flight] = deque()
         self._ahead = 1
-        # What rejection draws goes by where rounds end, and near a limit that goes by what the host has heard of.
+        # What rejection draws goes by where rounds end, they by what the host has heard of: not by the clock, then.
         self._most_ahead = 1 if isinstance(decoding.sampler, RejectionSampler) else _MOST_AHEAD
         self._last: _Moment | None = None
 
@@ -158,8 +158,8 @@ class Pipeline:
             [self._parts.contexts.listed(row.request, row.context) if draft else 0 for row, draft in pairs]
         )
         plan = self._tables.plan(rows, listed, self._forced(rows), self._choice.in_forward)
-        if self._flights and self._flights[-1].done.reached:
-            self._ahead = self._most_ahead
+        if self._flights and self._flights[-1].steady and self._flights[-1].done.reached:
+            self._ahead = self._most_ahead  # the device waits, and not because something was compiled or captured
         result, steady = self._parts.runner.forward_planned(plan, self._tables, self._choice)
         outcome = result.to("cpu", non_blocking=True)
         done = _Moment(result.device)
@@ -196,7 +196,7 @@ class Pipeline:
         flight.done.wait()
         assert self._last is not None
         seconds, self._last = flight.done.since(self._last), flight.done
-        going = [row for row in flight.rows if not row.request.stopped]  # an ended text's last row is dropped
+        going = [row for row in flight.rows if not row.request.stopped]  # an ended text's last rows are dropped
         records = {row.request.row: RowRecord(row.request.row, row.kind, row.queries) for row in going}
         values, count = flight.outcome.numpy(), flight.padded
         tokens, accepted = values[:count].tolist(), values[count:-count].tolist()
@@ -213,9 +213,10 @@ class Pipeline:
         if flight.steady:
             queries, read = sum(row.queries for row in flight.rows), sum(row.read for row in flight.rows)
             self._parts.cost_model.observe(queries, read, seconds, all(row.plain for row in flight.rows))
-        ended = time.perf_counter()
-        decided = [records[slot] for slot in flight.bounds if slot in records]
-        self._parts.recorder.step(ended - seconds, ended, list(records.values()), decided)
+        if records:
+            ended = time.perf_counter()
+            decided = [records[slot] for slot in flight.bounds if slot in records]
+            self._parts.recorder.step(ended - seconds, ended, list(records.values()), decided)
         return committed
 
     def _note_draft(self, row: Row, drafts: list[int], token: int) -> None:

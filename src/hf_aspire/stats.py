@@ -49,9 +49,9 @@ class AspireStats:
         accepted: Drafts that were kept.
         committed: New tokens.
         rounds: (drafted, accepted) of every full-context pass after the prompt; plain decoding gives (0, 0).
-        forwards: Model forwards, those that only read prompts included.
+        forwards: Model forwards, those that only read prompts included; less those in which all texts had ended.
         steps: Forwards that held at least one row past its prompt.
-        rows_drafted: Rows that drafted a token, those that a stop made useless included.
+        rows_drafted: Rows that drafted a token, whether it was needed or not; none of texts that had ended.
         rows_verified: Rows that verified at least one draft.
         tokens_verified: New tokens that those rows committed.
         rows_decoded: Rows that decoded one token plainly.

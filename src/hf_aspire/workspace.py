@@ -94,13 +94,13 @@ class Workspace:
         return Choice(self.state, decoding.processing, decoding.sampler, captures)
 
     def rest(self) -> None:
-        """Ends a call's use, whose last step the device may still be working on."""
+        """Ends a call's use, whose last steps the device may still be working on."""
         if self.state.fields.is_cuda:
             self._rested = torch.cuda.Event()
             self._rested.record()
 
     def wake(self) -> None:
-        """Makes the current stream, which may be another one, wait for that step."""
+        """Makes the current stream, which may be another one, wait for those."""
         if self._rested is not None:
             torch.cuda.current_stream(self.state.fields.device).wait_event(self._rested)
 

@@ -49,7 +49,7 @@ def device() -> torch.device:
 
 
 @pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
+def llama() -> LlamaForCausalLM:
     from kit import tiny_llama  # it imports kernels
 
     settings = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32}
@@ -58,11 +58,11 @@ def model() -> LlamaForCausalLM:
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch, model: LlamaForCausalLM) -> Iterator[None]:
-    """Calls of the model run the Triton kernels, on a CPU too."""
+def planned(monkeypatch: pytest.MonkeyPatch, llama: LlamaForCausalLM) -> Iterator[None]:
+    """Calls run the Triton kernels, on a CPU too."""
     import hf_aspire
     from hf_aspire.backends import BackendChoice
 
     monkeypatch.setattr("hf_aspire.session.choose_backend", lambda config, layers: BackendChoice(config.backend, ""))
     yield
-    hf_aspire.release(model)
+    hf_aspire.release(llama)
