@@ -115,7 +115,8 @@ class Pipeline:
         self._replay = replay
         self._flights: deque[_Flight] = deque()
         self._ahead = 1
-        # What rejection draws goes by where rounds end, they by what the host has heard of: not by the clock, then.
+        # What rejection draws depends on where rounds end, and that on how much the host has heard of by then.
+        # Whether the device was found waiting is up to the clock, and must not choose a text.
         self._most_ahead = 1 if isinstance(decoding.sampler, RejectionSampler) else _MOST_AHEAD
         self._last: _Moment | None = None
 
