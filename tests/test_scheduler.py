@@ -20,9 +20,10 @@ from simulation import (
     simulate,
 )
 
+from hf_aspire import scheduler
 from hf_aspire.config import SCHEDULES, AspireConfig
-from hf_aspire.cost_model import CostModel, StepCost
-from hf_aspire.scheduler import LEAST_GAIN, Candidate, Schedule, make_schedule
+from hf_aspire.cost_model import WARMUP_STEPS, CostModel, StepCost
+from hf_aspire.scheduler import LEAST_GAIN, Candidate, RoundCosts, Schedule, make_schedule
 
 # ---- the rule
 
@@ -125,6 +126,37 @@ def test_a_step_asks_the_cost_model_at_most_once_per_length() -> None:
     schedule = make_schedule(AspireConfig(acceptance_prior=0.99), Counting(StepCost(*GPU), fixed=True))
     schedule.decide([candidate(request) for request in range(64)])
     assert 0 < calls <= 1 + 15
+
+
+def test_a_length_is_asked_anew_behind_a_round_and_where_costs_or_the_batch_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, length_of = list[int](), scheduler.best_draft_length
+
+    def asking(alpha: float, context: float, sparse_context: float, costs: RoundCosts) -> int:
+        asked.append(int(context))
+        return length_of(alpha, context, sparse_context, costs)
+
+    monkeypatch.setattr(scheduler, "best_draft_length", asking)
+    cost = CostModel(StepCost(*GPU))
+    schedule = make_schedule(AspireConfig(), cost)
+    rows = [candidate(request, drafted=1, context=30_000 + request) for request in range(4)]
+
+    def asked_by(rows: list[Candidate]) -> list[int]:
+        asked.clear()
+        schedule.decide(rows)
+        return [context - 30_000 for context in asked]
+
+    assert asked_by(rows) == [0, 1, 2, 3]
+    assert asked_by(rows) == []
+    schedule.observe(2, 5, 3)
+    assert asked_by(rows) == [2]
+    assert asked_by(rows[1:]) == [1, 2, 3]
+    assert asked_by(rows) == [0, 1, 2, 3]
+    for _ in range(WARMUP_STEPS):
+        cost.observe(4, 100_000, 5e-3)
+    assert asked_by(rows) == [0, 1, 2, 3]
+    assert asked_by(rows) == []
 
 
 # ---- what every schedule keeps to

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 # base, per_token, per_kv_token, and (hinge, increase of the slope there) where there is one
-_Coefficients = tuple[float, float, float, tuple[tuple[int, float], ...]]
+Coefficients = tuple[float, float, float, tuple[tuple[int, float], ...]]
 
 # Query tokens at which the cost of one more may rise. Matrix products take the time of reading the weights until
 # about 256 tokens on an H100 or H200 and are linear after; smaller devices and CPUs bend earlier.
@@ -128,7 +128,7 @@ class CostModel:
         self._free = np.ones(len(known), dtype=bool)  # coefficients that the last solution left above their least
         self._errors: deque[float] = deque(maxlen=DRIFT_STEPS)  # log(seconds / predicted)
         # None: to be solved when next asked for
-        self._coefficients: _Coefficients | None = (prior.base, prior.per_token, prior.per_kv_token, ())
+        self._coefficients: Coefficients | None = (prior.base, prior.per_token, prior.per_kv_token, ())
 
     def seconds(self, tokens: float, kv_tokens: float) -> float:
         """Predicted time of a step.
@@ -137,7 +137,7 @@ class CostModel:
             tokens: Query tokens in the step.
             kv_tokens: KV tokens that its rows read, summed over rows.
         """
-        base, per_token, per_kv_token, bends = self._coefficients or self._solve()
+        base, per_token, per_kv_token, bends = self.fit
         seconds = base + per_token * tokens + per_kv_token * kv_tokens
         for hinge, bend in bends:
             if tokens > hinge:
@@ -147,7 +147,12 @@ class CostModel:
     @property
     def per_kv_token(self) -> float:
         """Predicted seconds per KV token: what `seconds` rises by, whatever the query tokens."""
-        return (self._coefficients or self._solve())[2]
+        return self.fit[2]
+
+    @property
+    def fit(self) -> Coefficients:
+        """What predictions are made of: they are the same while this is."""
+        return self._coefficients or self._solve()
 
     def plain_seconds(self, tokens: float, kv_tokens: float) -> float:
         """Predicted time of a step in which every row decodes; arguments as in `seconds`.
@@ -228,7 +233,7 @@ class CostModel:
         self._discount(min(1.0, KEPT / self._weight))
         self._errors.clear()
 
-    def _solve(self) -> _Coefficients:
+    def _solve(self) -> Coefficients:
         # In units of u = w / (factor scale) the ridge is RIDGE |u - prior|^2.
         factor = float(self._prior @ self._vector / (self._prior @ self._matrix @ self._prior))
         matrix = factor**2 * self._matrix

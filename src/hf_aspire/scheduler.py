@@ -150,10 +150,10 @@ class Fsm:
 class Aspire:
     """Draft length per request and step, from its estimated acceptance and what the batch costs (after ASPIRE).
 
-    A request verifies at about `best_draft_length` drafts, in company where it can, or at its limit. Costs and
-    contexts change while it drafts, so the length is asked anew at every step; drafts that are not worth continuing
-    are verified at once. Unlike the paper's rule, every length is priced with its own verification and 0 as a plain
-    decoding step, and rows do not verify each for itself.
+    A request verifies at about `best_draft_length` drafts, in company where it can, or at its limit. The length is
+    asked anew behind each of its rounds and, since costs and the batch change while it drafts, whenever they did;
+    drafts that are not worth continuing are verified at once. Unlike the paper's rule, every length is priced with its
+    own verification and 0 as a plain decoding step, and rows do not verify each for itself.
 
     Args:
         cost: Predicts step times.
@@ -169,13 +169,14 @@ class Aspire:
         self._max_draft = max_draft
         self._initial_draft = initial_draft
         self._guard = Guard(cost)
+        self._costs: RoundCosts | None = None
+        self._best: dict[int, int] = {}  # by request: best lengths at these costs
 
     def decide(self, candidates: Sequence[Candidate]) -> list[RowKind | None]:
         """Each request drafts while another draft pays, or until others verify; then they do together."""
         if candidates and self._guard.holds(len(candidates), sum(each.context for each in candidates)):
             return [_verify(each) for each in candidates]
-        costs = RoundCosts(self._cost, len(candidates), self._max_draft)
-        lengths = [self._best(each, costs) for each in candidates]
+        lengths = self._lengths(candidates)
         pairs = list(zip(candidates, lengths, strict=True))
         if any(each.drafted == best == 0 for each, best in pairs):
             ends = lengths  # a row that decodes makes this a step with full rows anyway
@@ -185,8 +186,18 @@ class Aspire:
             return [RowKind.DRAFT] * len(candidates)
         return [_draft_up_to(end, each) for each, end in zip(candidates, ends, strict=True)]
 
-    def _best(self, candidate: Candidate, costs: RoundCosts) -> int:
-        """Drafts at which a request verifies if full rows cost no more than their bytes."""
+    def _lengths(self, candidates: Sequence[Candidate]) -> list[int]:
+        """Drafts at which every request verifies if full rows cost no more than their bytes."""
+        costs, best = self._costs, self._best
+        if costs is None or not costs.hold(self._cost, len(candidates)):
+            self._costs = costs = RoundCosts(self._cost, len(candidates), self._max_draft)
+            best.clear()
+        for each in candidates:
+            if each.request not in best:
+                best[each.request] = self._length(each, costs)
+        return [best[each.request] for each in candidates]
+
+    def _length(self, candidate: Candidate, costs: RoundCosts) -> int:
         alpha = self._acceptance.estimate(candidate.request)
         best = best_draft_length(alpha, candidate.context, candidate.sparse_context, costs)
         return max(best, self._initial_draft) if best and candidate.rounds == 0 else best
@@ -199,6 +210,7 @@ class Aspire:
     def observe(self, request: int, drafted: int, accepted: int) -> None:
         """Updates the acceptance: from the verified drafts, or by one plain step."""
         self._guard.observe(drafted, accepted)
+        self._best.pop(request, None)
         if drafted > 0:
             self._acceptance.observe(request, drafted, accepted)
         else:
@@ -215,12 +227,17 @@ class RoundCosts:
     """
 
     def __init__(self, cost: CostModel, batch: int, max_draft: int) -> None:
+        self._of = cost.fit, batch
         self.single = cost.seconds(batch, 0)
         """Seconds of a step with one query per request, but for its KV tokens."""
         self.verify = [(length, cost.seconds(batch * (length + 1), 0)) for length in range(1, max_draft + 1)]
         """Draft lengths, and likewise the seconds of verifying them."""
         self.per_kv_token = batch * cost.per_kv_token
         """Seconds per KV token that each of the requests reads."""
+
+    def hold(self, cost: CostModel, batch: int) -> bool:
+        """Whether a batch's steps cost this still."""
+        return self._of == (cost.fit, batch)
 
 
 def best_draft_length(alpha: float, context: float, sparse_context: float, costs: RoundCosts) -> int:
