@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .columns import RowColumns
 from .cuts import Cuts
 from .device_lists import DeviceLists
 from .device_state import DeviceState
@@ -25,10 +25,10 @@ from .kernels.mixed_attention import Partials
 from .kernels.score_store import RawScores
 from .kernels.step_state import place_rows
 from .kernels.tiles import Tile
-from .request import Row, RowKind
+from .request import Row
+from .staging import Part, Staging
 from .triton_backend import Tables, TritonBackend, View
 
-Array = NDArray[np.int32]
 _ENTRIES, _ENTRIES_PER_SLOT = 1 << 18, 1 << 10
 """Room for a step's tables: pieces are bounded by the device, tokens, tiles and rows by the request slots."""
 _HARDLY_LONGER = 1.05
@@ -56,8 +56,7 @@ class StepTables:
         self._longest = longest
         device = state.fields.device
         entries = _ENTRIES + _ENTRIES_PER_SLOT * state.most * (state.filler + 1) // 16
-        self._buffer = torch.zeros(entries, dtype=torch.int32, device=device)
-        self._parts_of: dict[Shape, tuple[list[int], list[Tensor]]] = {}
+        self._staging = Staging(entries, device)
         self._partials_of: dict[tuple[int, int, int], Partials] = {}
         self._scores_of: dict[tuple[int, int], tuple[RawScores, Tensor]] = {}
         self._cuts = Cuts()
@@ -71,11 +70,11 @@ class StepTables:
             forced: Drafts that are accepted of every row whatever the logits say, -1 where they decide.
             settles: Whether the forward chooses and commits the tokens, too.
         """
-        backend, count = self._backend, sum(row.queries for row in rows)
-        tile = backend.tile(max(row.queries for row in rows))
+        backend, columns = self._backend, RowColumns(rows)
+        count = int(columns.queries.sum())
+        tile = backend.tile(int(columns.queries.max()))
         per_tile = backend.queries_per_tile(tile)
-        slots = np.array([row.request.row for row in rows])
-        tables = [backend.row_table(key, rows, listed, slots) for key in backend.view_keys]
+        tables = [backend.row_table(key, columns, listed, columns.slots) for key in backend.view_keys]
         cuts = [
             self._cuts.of(view, table, lambda rows: backend.cut(rows, tile)) for view, (table, _) in enumerate(tables)
         ]
@@ -85,17 +84,17 @@ class StepTables:
         shape, cuts = self._fitted(needs, [table for table, _ in tables], cuts, tile)
 
         filling = shape.tokens - count
-        parts = self._who(rows, filling, forced)
+        parts = self._who(columns, filling, forced)
         for (table, scored), cut, (items, merges) in zip(tables, cuts, shape.work, strict=True):
             rows_table, used = self._filled_up(table, cut.items[: cut.used_items], count, filling, per_tile)
             parts += [
-                _filled(rows_table, self._state.filler + 2, 0),
-                _filled(used, items, -1),
-                _filled(cut.merges[: cut.used_merges], merges, -1),
-                _filled(np.zeros(0, dtype=np.int32) if scored is None else scored, shape.scored, -1),
+                Part(rows_table, self._state.filler + 2, 0),
+                Part(used, items, -1),
+                Part(cut.merges[: cut.used_merges], merges, -1),
+                Part(np.zeros(0, dtype=np.int32) if scored is None else scored, shape.scored, -1),
             ]
         scored_views = tuple(scored is not None for _, scored in tables)
-        return Plan(shape, tile, scored_views, self._send(shape, parts))
+        return Plan(shape, tile, scored_views, self._staging.send(shape, parts))
 
     def _fitted(
         self, needs: Needs, tables: Sequence[work.Table], cuts: list[work.Work], tile: Tile
@@ -114,27 +113,24 @@ class StepTables:
         shape = self._graphs.shape_for(needs, cuttable)
         return shape, cuts if needs.fit(shape) else cut_for(shape)
 
-    def _who(self, rows: Sequence[Row], filling: int, forced: NDArray[np.int64]) -> list[NDArray[np.integer]]:
+    def _who(self, rows: RowColumns, filling: int, forced: NDArray[np.int64]) -> list[Part]:
         """Whose the tokens are.
 
         Returns:
             `Plan.tokens` and `Plan.owners`. Rows that are not used are the filling slot's, and so is the last entry,
             to which the filling tokens belong.
         """
-        queries, slots = np.array([row.queries for row in rows]), np.array([row.request.row for row in rows])
-        draft = RowKind.DRAFT  # members of an enum are slow to look up
-        drafting = np.array([row.kind is draft for row in rows])
-        aheads = np.where(drafting, [row.start - row.request.length for row in rows], 0)
-        rounds = [row.request.rounds for row in rows]
+        queries, slots, rounds = rows.queries, rows.slots, [request.rounds for request in rows.requests]
+        aheads = np.where(rows.drafts, rows.starts - [request.length for request in rows.requests], 0)
         first = queries.cumsum() - queries
-        index = np.arange(len(rows)).repeat(queries)
+        index = np.arange(len(queries)).repeat(queries)
         steps = np.arange(len(index)) - first[index]
         tokens = np.array([slots[index], aheads[index] + steps, index, steps]).T
-        table = np.array([slots, aheads, first, np.where(drafting, -1, queries - 1), forced, rounds]).T
+        table = np.array([slots, aheads, first, np.where(rows.drafts, -1, queries - 1), forced, rounds]).T
         last = self._state.filler + 1
         return [
-            _filled(tokens, len(tokens) + filling, [self._state.filler, 0, last, 0]),
-            _filled(table, last + 1, [self._state.filler, 0, 0, -1, -1, 0]),
+            Part(tokens, len(tokens) + filling, [self._state.filler, 0, last, 0]),
+            Part(table, last + 1, [self._state.filler, 0, 0, -1, -1, 0]),
         ]
 
     def _filled_up(
@@ -194,22 +190,6 @@ class StepTables:
             self._scores_of[key] = raw, self._backend.no_scores(slots, self._longest)
         return self._scores_of[key]
 
-    def _send(self, shape: Shape, arrays: Sequence[NDArray[np.integer]]) -> list[Tensor]:
-        """Copies arrays to the device in one piece, to places that follow from the shape."""
-        if shape not in self._parts_of:
-            starts = np.cumsum([0, *(-(-array.size // 4) * 4 for array in arrays)]).tolist()
-            assert starts[-1] <= len(self._buffer)
-            pairs = zip(arrays, starts, strict=False)
-            views = [self._buffer[start : start + array.size].view(array.shape) for array, start in pairs]
-            self._parts_of[shape] = starts, views
-        starts, views = self._parts_of[shape]
-        staging = torch.empty(starts[-1], dtype=torch.int32, device="cpu", pin_memory=self._buffer.is_cuda)
-        flat = staging.numpy()
-        for array, start in zip(arrays, starts, strict=False):
-            flat[start : start + array.size] = array.reshape(-1)
-        self._buffer[: len(staging)].copy_(staging, non_blocking=True)
-        return views
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -236,9 +216,3 @@ class Plan:
     def owners(self) -> Tensor:
         """`[R, Owner]` int32, whose the rows are."""
         return self.parts[1]
-
-
-def _filled(entries: NDArray[np.integer], length: int, value: int | list[int]) -> Array:
-    table = np.full((length, *entries.shape[1:]), value, dtype=np.int32)
-    table[: len(entries)] = entries
-    return table

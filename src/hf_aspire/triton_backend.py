@@ -19,6 +19,7 @@ from torch import Tensor
 from . import prompt_attention
 from .batch import MixedBatch
 from .cache import AspireCache, LayerSpec
+from .columns import RowColumns
 from .kernels import work
 from .kernels.combine import combine
 from .kernels.mixed_attention import Partials, mixed_attention
@@ -27,7 +28,7 @@ from .kernels.score_store import RawScores
 from .kernels.store_kv import store_kv
 from .kernels.tiles import Tile, tile_for
 from .prompt_attention import Bulk
-from .request import Row, RowKind
+from .request import RowKind
 from .selection import ContextPolicy
 from .side_streams import Side, SideStreams
 
@@ -143,9 +144,9 @@ class TritonBackend:
             longest = max(batch.rows[index].context for index in self._slots)
             raw = self.raw_scores(len(self._slots), max(len(queries) for queries in wanted), longest, tile)
             scores = self.no_scores(len(self._slots), longest)
-        views = {}
+        columns, views = RowColumns(ends), {}
         for key in self.view_keys:
-            rows, scored = self.row_table(key, ends, listed, np.cumsum(listed > 0) - 1, tokens)
+            rows, scored = self.row_table(key, columns, listed, np.cumsum(listed > 0) - 1, tokens)
             planned = self.cut(rows, tile)
             scratch = batch.tokens if scored is not None else 0
             views[key] = View(
@@ -248,7 +249,7 @@ class TritonBackend:
     def row_table(
         self,
         key: ViewKey,
-        rows: Sequence[Row],
+        rows: RowColumns,
         listed: NDArray[np.int64],
         lists: NDArray[np.int64],
         tokens: Sequence[int] | None = None,
@@ -262,18 +263,22 @@ class TritonBackend:
             lists: Which list each row reads, if any.
             tokens: First packed token of every row; None: the rows are packed one after the other.
         """
-        draft = RowKind.DRAFT  # members of an enum are slow to look up
-        drafts = np.array([row.kind is draft for row in rows])
-        by_list = drafts & (listed > 0) & key.drafts_listed
-        lengths = np.where(by_list, listed, [row.context for row in rows])
-        starts = np.where(by_list, listed - 1, [row.start for row in rows])
-        tables = np.where(by_list, lists, [row.request.row for row in rows])
-        shifts = np.where(by_list, 0, self._cache.page_size.bit_length() - 1)
-        wanted = [row.scored_queries for row in rows]
-        table = work.row_table([row.queries for row in rows], starts, lengths, tables, shifts, by_list, wanted, tokens)
+        by_list = rows.drafts & (listed > 0) & key.drafts_listed
+        table = work.row_table(
+            rows.queries,
+            np.where(by_list, listed - 1, rows.starts),
+            np.where(by_list, listed, rows.contexts),
+            np.where(by_list, lists, rows.slots),
+            np.where(by_list, 0, self._cache.page_size.bit_length() - 1),
+            by_list,
+            rows.scored_queries,
+            tokens,
+        )
+        if rows.scored_queries is None:
+            return table, None
         slots = table[:, work.ROW_SCORE]  # a view: rows without scores in this view drop out of it below
         scored = np.full(slots.max() + 1, -1, dtype=np.int32)
-        off = ~np.where(drafts, key.drafts_scored, key.full_scored)
+        off = ~np.where(rows.drafts, key.drafts_scored, key.full_scored)
         table[off, work.ROW_SCORE] = -1
         table[off, work.ROW_SCORE_COUNT] = 0
         found = np.flatnonzero(slots >= 0)

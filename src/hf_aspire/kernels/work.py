@@ -116,19 +116,19 @@ def row_table(
     rows[:, ROW_LISTED] = listed
     rows[:, ROW_SCORE] = -1
     rows[:, ROW_SCORE_STEP] = 1
-    if scored and any(scored):
-        wanted = np.array([len(each) for each in scored])
-        first = np.array([each[0] if each else 0 for each in scored])
-        hiding = (wanted <= 2) & (first > 0)
-        if hiding.any():
-            found = scored[int(hiding.argmax())]
-            raise ValueError(f"row_table: got scored queries {found}, expected the first query and one other")
-        some = wanted > 0
-        rows[some, ROW_SCORE] = np.arange(some.sum())
-        rows[:, ROW_SCORE_FIRST] = first
-        rows[:, ROW_SCORE_STEP] = [each[1] - each[0] if len(each) > 1 else 1 for each in scored]
-        rows[:, ROW_SCORE_COUNT] = wanted
+    wanted = [(index, each) for index, each in enumerate(scored or ()) if each]
+    if wanted:
+        columns = [_scoring(slot, each) for slot, (_, each) in enumerate(wanted)]
+        rows[[index for index, _ in wanted], ROW_SCORE : ROW_SCORE_COUNT + 1] = columns
     return rows
+
+
+def _scoring(slot: int, queries: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """ROW_SCORE to ROW_SCORE_COUNT of a scored row."""
+    first, count = queries[0], len(queries)
+    if count <= 2 and first > 0:
+        raise ValueError(f"row_table: got scored queries {queries}, expected the first query and one other")
+    return slot, first, queries[1] - first if count > 1 else 1, count
 
 
 def plan_work(
@@ -181,25 +181,25 @@ def _pieces(
     share = float(work.sum()) / slots
     sizes = np.maximum(-(-(share * _CUTS).astype(np.int64) // block), 1) * block
     cuts = -(-work // sizes[:, None])
+    counts, merges, most = cuts.sum(1).tolist(), np.count_nonzero(cuts > 1, 1).tolist(), cuts.max(1).tolist()
     taken = np.arange(slots, 0, -1)  # slots that are, before each end
     speed = np.minimum((slots / taken) ** _FASTER, _FASTEST)
-    shortest, best, tried = math.inf, cuts[0], 0
-    for pieces, count in zip(cuts, cuts.sum(1).tolist(), strict=True):
+    shortest, best, tried = math.inf, 0, 0
+    for index, count in enumerate(counts):
         if count == tried:  # no tile has fewer pieces than before, so each has as many
             continue
         tried = count
-        if count > room[0] or np.count_nonzero(pieces > 1) > room[1]:
+        if count > room[0] or merges[index] > room[1]:
             break
-        most = int(pieces.max())
-        merging = _MERGE_COST + _PIECE_COST * most if most > 1 else 0
+        merging = _MERGE_COST + _PIECE_COST * most[index] if merges[index] else 0
         if share + _ITEM_COST * count / slots + merging > shortest:
             break  # even if all slots were taken to the end; smaller pieces would take longer still
-        ends = _ends(work, pieces, slots)
+        ends = _ends(work, cuts[index], slots)
         ends[1:] -= ends[:-1]  # from each end to the next
         duration = float((ends / speed).sum()) + merging
         if duration < shortest:
-            shortest, best = duration, pieces
-    return best, shortest
+            shortest, best = duration, index
+    return cuts[best], shortest
 
 
 def _ends(work: NDArray[np.int64], pieces: NDArray[np.int64], slots: int) -> NDArray[np.float64]:

@@ -1,0 +1,24 @@
+"""Tables sent to the device: filled up, cast, at places that their shape decides."""
+
+import numpy as np
+import torch
+
+from hf_aspire.staging import Part, Staging
+
+
+def test_tables_arrive_filled_up_at_places_that_stay():
+    staging = Staging(64, torch.device("cpu"))
+    first = [
+        Part(np.array([[1, 2, 3]]), 3, [7, 8, 9]),
+        Part(np.zeros(0, dtype=np.int32), 2, -1),
+        Part(np.array([4, 5]), 2, 0),
+        Part(np.zeros(0, dtype=np.int32), 0, -1),
+    ]
+    tables = staging.send("wide", first)
+    assert [table.tolist() for table in tables] == [[[1, 2, 3], [7, 8, 9], [7, 8, 9]], [-1, -1], [4, 5], []]
+    assert all(table.dtype == torch.int32 and table.data_ptr() % 16 == 0 for table in tables)
+    other = staging.send("narrow", [Part(np.array([6]), 2, -1)])
+    assert other[0].tolist() == [6, -1]
+    again = staging.send("wide", [Part(np.full((2, 3), 5), 3, 1), *first[1:]])
+    assert [table.data_ptr() for table in again] == [table.data_ptr() for table in tables]
+    assert again[0].tolist() == [[5, 5, 5], [5, 5, 5], [1, 1, 1]] and again[2].tolist() == [4, 5]
