@@ -133,7 +133,7 @@ class Planner:
     def rows(self) -> list[Row]:
         """The rows of the next step."""
         rows = self._prefill_rows()
-        ready = [r for r in self.decoding if not r.waiting and not r.padding and r.remaining > 0]
+        ready = [r for r in self.decoding if r.generated < r.limit and not r.waiting and not r.padding]
         candidates = [self._candidate(request) for request in ready]
         kinds = self._schedule.decide(candidates) if candidates else []
         draft = RowKind.DRAFT  # members of an enum are slow to look up
@@ -207,9 +207,11 @@ class Planner:
 
     def _candidate(self, request: Request) -> Candidate:
         drafted = len(request.drafts)
-        cap = drafted if request.drafted_end else max(drafted, min(self._config.max_draft, request.remaining - 1))
+        most = min(self._config.max_draft, request.limit - request.generated - 1)
+        if request.drafted_end or most < drafted:
+            most = drafted
         context, sparse_context = request.length + drafted + 1, self._contexts.tokens_read(request)
-        return Candidate(request.row, drafted, cap, request.draft_rounds, context, sparse_context)
+        return Candidate(request.row, drafted, most, request.draft_rounds, context, sparse_context)
 
 
 def pages_for(kept: int, limit: int, page_size: int) -> int:

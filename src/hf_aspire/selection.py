@@ -7,6 +7,7 @@ the budget reaches the length the list is everything, and no scores are needed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -126,17 +127,18 @@ class SparseContexts:
         self._budgets = [config.budget(page * config.page_size) for page in pages]
         whole = [page for page in pages if self._budgets[page] >= page * config.page_size]
         self._whole = whole[-1] * config.page_size  # the longest context that a budget holds, as it does all shorter
+        self._unscored = self._whole if policy.full_layers else math.inf  # up to here no list needs scores
         self._share = len(policy.draft_layers) / policy.layers
         self.top = torch.zeros(policy.lists, requests, config.budget(longest), dtype=torch.int64, device=device)
         self._shapes: dict[int, _Shape] = {}
 
     def wants_scores(self, length: int) -> bool:
         """Whether a list at `length` context tokens needs attention scores."""
-        return length > self._whole and bool(self.policy.full_layers)
+        return length > self._unscored
 
     def ready(self, request: Request) -> bool:
         """Whether the request may draft now: its list, if it needs one, is of this round."""
-        if not self.wants_scores(request.length + 1):
+        if request.length < self._unscored:
             return True
         shape = self._shapes.get(request.row)
         return shape is not None and shape.made_at == request.rounds
@@ -144,7 +146,8 @@ class SparseContexts:
     def tokens_read(self, request: Request) -> float:
         """KV tokens that the request's next draft row reads, averaged over the model's layers."""
         context = request.length + len(request.drafts) + 1
-        shape = self._static(request) or self._shapes.get(request.row)
+        by_score = request.length >= self._unscored
+        shape = self._shapes.get(request.row) if by_score else self._static(request)
         # no list yet: what it will hold
         listed = min(context, self._budget(context)) if shape is None else shape.count + context - shape.tail
         return self._share * context + (1 - self._share) * listed
@@ -187,7 +190,7 @@ class SparseContexts:
 
     def listed(self, request: Request, context: int) -> int:
         """An upper bound of the tokens that a draft row over `context` tokens lists; 0: it reads them all."""
-        if not self.wants_scores(request.length + 1):
+        if request.length < self._unscored:
             return 0
         shape = self._shapes[request.row]
         if shape.tail == 0:
