@@ -7,6 +7,7 @@ A shape has random weights, so a draft's acceptance means nothing: it is *replay
 table, and contexts are random keys and values (prompts are not read). A model reads stretches of a real text, which
 overlap where it is short, and samples at temperature 0.8; its acceptance is its own. Of several equal calls the last
 one counts: the first compiles, and mixtures of rows are captured as graphs when they come again.
+The host's milliseconds are what planning and packing a step takes, in the median of that call.
 Tokens per second are those behind the prompts until the first row ends: short benchmarks would otherwise measure how
 unevenly rows of a batch end.
 
@@ -30,6 +31,7 @@ import torch
 import transformers
 import triton
 import typer
+from host_clock import host_clock, host_times
 from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES, kv_bytes, prompts, random_model
@@ -70,6 +72,7 @@ class Measured:
         calls: `call_rate` of this call and those before it, the first one first.
         slow: Likewise, how many steps took more than three times the median, and their seconds beyond it: captures of
             graphs, and pauses of the machine.
+        planning: Seconds of the host to plan and pack its steps.
     """
 
     rate: float
@@ -79,6 +82,7 @@ class Measured:
     steps: list[tuple[int, float, float]]
     calls: list[float]
     slow: list[tuple[int, float]]
+    planning: list[float]
 
     def entry(self, what: str) -> dict[str, Any]:
         """What is written down of it."""
@@ -90,6 +94,7 @@ class Measured:
             "slow_steps_of_all_calls": self.slow,
             "mean_drafts": self.drafts,
             "kept": self.kept,
+            **host_times(self.planning),
         }
 
 
@@ -140,7 +145,10 @@ class Case:
 
 def ours(case: Case, new: int, profile: list[float], fields: dict[str, Any]) -> Measured:
     """The last of equal calls."""
-    every = [case.generate(new, profile, fields) for _ in range(case.calls)]
+    every = []
+    for _ in range(case.calls):
+        with host_clock() as planning:
+            every.append(case.generate(new, profile, fields))
     stats = every[-1]
     ids, config = case.ids, AspireConfig(**COMMON)
     length, steps = ids.shape[1], []
@@ -166,6 +174,7 @@ def ours(case: Case, new: int, profile: list[float], fields: dict[str, Any]) -> 
         steps,
         [each.decode_tokens_per_second for each in every],
         [slow_steps(each) for each in every],
+        planning,
     )
 
 
@@ -264,12 +273,13 @@ def check_names(option: str, names: Iterable[str], known: Iterable[str]) -> None
 def table_of(results: list[dict[str, Any]], title: str) -> Table:
     """The results against our plain decoding."""
     base = next(entry["tokens_per_second"] for entry in results if entry["what"] == "autoregressive")
-    heads = ("schedule", "tokens/s", "x autoregressive", "drafts", "kept", "ideal x", "at", "of ideal")
+    heads = ("schedule", "tokens/s", "x autoregressive", "drafts", "kept", "host ms", "ideal x", "at", "of ideal")
     table = Table(*heads, title=title)
     for entry in results:
         rate = entry["tokens_per_second"]
         cells = [entry["what"], f"{rate:.0f}", f"{rate / base:.2f}"]
         cells += [f"{entry['mean_drafts']:.1f}", f"{entry['kept']:.0%}"] if entry.get("mean_drafts") else ["", ""]
+        cells.append(f"{entry['host_milliseconds']:.2f}" if "host_milliseconds" in entry else "")
         if "ideal" in entry:
             cells += [f"{entry['ideal'] / base:.2f}", str(entry["ideal_drafts"]), f"{rate / entry['ideal']:.0%}"]
         table.add_row(*cells)

@@ -4,8 +4,8 @@
 
 Contexts are random keys and values, so that nobody waits for prompts; acceptance is replayed as 1, so that schedule
 "staggered" with 15 drafts makes every step the same mixture: 15 of 16 rows draft, one of 16 verifies 16 queries. A
-step's time is that between the ends of two steps on the device: kernels, sampling, list updates and all gaps. Every
-call runs twice; steps are those of the second one.
+step's time is that between the ends of two steps on the device: kernels, sampling, list updates and all gaps; the
+host's is what planning and packing one takes, meanwhile. Every call runs twice; steps are those of the second one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 import transformers
 import triton
 import typer
+from host_clock import host_clock, host_times
 from rich.console import Console
 from rich.table import Table
 from shapes import kv_bytes, prompts, random_model, weight_bytes
@@ -53,7 +54,7 @@ def measure(model: PreTrainedModel, batch: int, context: int, new: int, settings
         collected: list[Any] = []
         config = AspireConfig(draft_length=DRAFTS, max_draft=DRAFTS, seed=0, on_stats=collected.append, **settings)
         started = time.perf_counter()
-        with random_context(), replay_acceptance([1.0]):
+        with random_context(), replay_acceptance([1.0]), host_clock() as planning:
             hf_aspire.generate(model, ids, max_new_tokens=new, do_sample=False, aspire_config=config)
         torch.cuda.synchronize()
         calls.append(time.perf_counter() - started)
@@ -72,6 +73,7 @@ def measure(model: PreTrainedModel, batch: int, context: int, new: int, settings
         "queries": queries,
         "steps": len(times),
         "milliseconds": 1e3 * statistics.median(times),
+        **host_times(planning),
         "bytes": weight_bytes(model) + read * kv_bytes(model),
         "first_call_seconds": calls[0],
         "second_call_beyond_its_steps": calls[1] - sum(step.end - step.start for step in collected[0].timeline),
@@ -118,6 +120,7 @@ def main(
         "ms",
         "floor ms",
         "times floor",
+        "host ms (90 %)",
         "idle (waiting)",
         "1st call s",
         "2nd beyond steps s",
@@ -140,11 +143,14 @@ def main(
                 f"{found['milliseconds']:.2f}",
                 f"{floor:.2f}",
                 f"{found['milliseconds'] / floor:.2f}",
+                f"{found['host_milliseconds']:.2f} ({found['host_milliseconds_90_percent']:.2f})"
+                if "host_milliseconds" in found
+                else "",
                 f"{found['idle']:.1%} ({found['waiting']:.1%})" if "idle" in found else "",
                 f"{found['first_call_seconds']:.1f}",
                 f"{found['second_call_beyond_its_steps']:.2f}",
             )
-    Console(width=130).print(table)
+    Console(width=150).print(table)
     if output is not None:
         device = torch.cuda.get_device_name()
         versions = {m.__name__: m.__version__ for m in (torch, triton, transformers)}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kernels.planned_calls import made, run, settings, text_of
-from kit import pick, ragged
+from kit import benchmark, pick, ragged
 from transformers import LlamaForCausalLM
 
 import hf_aspire
@@ -18,6 +18,7 @@ from hf_aspire.cost_model import CostModel
 from hf_aspire.graphs import Graphs, Needs, Shape
 from hf_aspire.kernels import work
 from hf_aspire.pipeline import Pipeline, _Moment
+from hf_aspire.planner import Planner
 from hf_aspire.request import Row
 from hf_aspire.step_tables import Plan, StepTables
 from hf_aspire.testing import random_context, replay_acceptance
@@ -268,6 +269,15 @@ def test_scores_that_are_nan_end_a_call_with_a_clear_error(
     with pytest.raises(ValueError, match="got nan as the highest score"):
         run(llama, ragged((40,)), settings(schedule="autoregressive"), max_new_tokens=4)
     assert llama not in workspaces._kept or workspaces._kept[llama][1].cache.allocator.all_free
+
+
+def test_the_benchmarks_clock_times_every_planned_step(llama: LlamaForCausalLM) -> None:
+    with benchmark("host_clock") as clock, clock.host_clock() as seconds:
+        _, stats = run(llama, ragged([40, 55]), settings(schedule="fixed"), max_new_tokens=12)
+    assert len(seconds) == stats.steps and min(seconds) > 0
+    found = clock.host_times(seconds)
+    assert 0 < found["host_milliseconds"] <= found["host_milliseconds_90_percent"] <= 1e3 * max(seconds)
+    assert Planner.rows.__name__ == "rows" and not clock.host_times([])
 
 
 def test_replayed_acceptance_is_what_rounds_keep(llama: LlamaForCausalLM) -> None:
