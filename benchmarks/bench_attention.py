@@ -3,7 +3,8 @@
     python benchmarks/bench_attention.py --output results/      # checks, then the table
     python benchmarks/bench_attention.py --sweep                # block shapes, to choose `kernels/tiles.py` by
 
-Every figure is the median of CUDA-graph replays. Bytes are those of the keys and values that the rows read.
+Every figure is the median of CUDA-graph replays; attention with scores and without take turns. Bytes are those of the
+keys and values that the rows read.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -35,22 +36,30 @@ BYTES_PER_TOKEN = 2 * KV_HEADS * SIZE * DTYPE.itemsize
 
 def seconds(function: Callable[[], None], inner: int = 10, repeats: int = 15) -> float:
     """Median seconds of one call, from replays of a graph of `inner` calls."""
-    for _ in range(2):
-        function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(inner):
+    return medians([function], inner, repeats)[0]
+
+
+def medians(functions: Sequence[Callable[[], None]], inner: int = 10, repeats: int = 15) -> list[float]:
+    """`seconds` of functions that take turns: what they differ by is not the device's drift."""
+    graphs = []
+    for function in functions:
+        for _ in range(2):
             function()
-    times = []
+        torch.cuda.synchronize()
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            for _ in range(inner):
+                function()
+    times: list[list[float]] = [[] for _ in graphs]
     for _ in range(repeats + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3 / inner)
-    return statistics.median(times[2:])
+        for graph, mine in zip(graphs, times, strict=True):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            mine.append(begin.elapsed_time(end) / 1e3 / inner)
+    return [statistics.median(mine[2:]) for mine in times]
 
 
 def copy_bandwidth() -> float:
@@ -133,7 +142,7 @@ class Case:
             longest = max(row.context for row in self.rows)
             wanted = max(len(row.scored) for row in self.rows)
             raw = RawScores.empty(len(scored), wanted, longest, (HEADS, KV_HEADS), tile.block_n, unit, DEVICE)
-            self.scores = torch.empty(len(scored), -(-longest // unit), device=DEVICE)
+            scores = self.scores = torch.empty(len(scored), -(-longest // unit), device=DEVICE)
             scored_rows = torch.tensor(scored, dtype=torch.int32, device=DEVICE)
         scaling = SIZE**-0.5
 
@@ -155,7 +164,7 @@ class Case:
             if plan.used_merges:
                 combine(partials, rows, merges, self.output, group, tile, raw)
             if raw is not None and reduce:
-                reduce_scores(raw, partials.row_lse, rows, scored_rows, self.scores, unit)
+                reduce_scores(raw, partials.row_lse, rows, scored_rows, scores, unit)
 
         return layer
 
@@ -258,19 +267,17 @@ def attention_bars(bandwidth: float) -> list[dict[str, object]]:
     results: list[dict[str, object]] = []
     for name, (rows, bar) in CASES.items():
         case, tile = Case(rows), chosen_tile(rows)
-        error = case.check(tile)
-        time = seconds(case.call(tile))
+        units = () if name.startswith("drafts") else (1, 16)
+        errors = [case.check(tile, unit) for unit in (0, *units)]
+        ways = [(0, True), *((unit, reduce) for unit in units for reduce in (True, False))]
+        time, *scored = medians([case.call(tile, unit, reduce) for unit, reduce in ways])
         share = case.bytes / time / bandwidth
-        results.append(_entry(name, time, share=share, bar=bar, error=error, rate=case.bytes / time))
-        if not name.startswith("drafts"):
-            for unit in (1, 16):
-                error = case.check(tile, unit)
-                added = seconds(case.call(tile, unit)) / time - 1
-                in_pass = seconds(case.call(tile, unit, reduce=False)) / time - 1
-                kind = "token" if unit == 1 else "page"
-                bar = 0.08 if unit == 1 else 0.05
-                label = f"  + {kind} scores, in the pass {in_pass:+.1%}"
-                results.append(_entry(label, time * (1 + added), added=added, bar=bar, error=error))
+        results.append(_entry(name, time, share=share, bar=bar, error=errors[0], rate=case.bytes / time))
+        for i, unit in enumerate(units):
+            added, in_pass = (each / time - 1 for each in scored[2 * i : 2 * i + 2])
+            kind, bar = ("token", 0.08) if unit == 1 else ("page", 0.05)
+            label = f"  + {kind} scores, in the pass {in_pass:+.1%}"
+            results.append(_entry(label, scored[2 * i], added=added, bar=bar, error=errors[1 + i]))
         del case
         torch.cuda.empty_cache()
     return results

@@ -19,7 +19,7 @@ LEAST_GAIN = 1.03
 # they wait for some. A step that holds any full row costs more than that row's bytes (more query tokens, scores, new
 # lists: 0.8 of 11.5 ms, 8B shape, 27 requests of 32k tokens on an H200; 0.5 of 4 in SmolLM2-135M), while a few drafts
 # more or less than the best length cost next to nothing. Over the 45 mixtures of `benchmarks/bench_schedules.py` they
-# make 4.3 % more tokens per second than every row for itself, between -2.6 and +21 %.
+# make 4.3 % more tokens per second than every row for itself, between -2.8 and +21 %.
 COMPANY = 2
 _DRAFT, _VERIFY, _DECODE = RowKind.DRAFT, RowKind.VERIFY, RowKind.DECODE  # members of an enum are slow to look up
 
