@@ -224,10 +224,16 @@ class TritonBackend:
         """Queries of a row that share a tile."""
         return tile.queries(self._group)
 
-    def cut(self, rows: work.Table, tile: Tile, room: tuple[float, float] = (math.inf, math.inf)) -> work.Work:
-        """A view's rows cut for this device; `room` as in `plan_work`."""
+    def cut(
+        self,
+        rows: work.Table,
+        tile: Tile,
+        room: tuple[float, float] = (math.inf, math.inf),
+        like: work.Work | None = None,
+    ) -> work.Work:
+        """A view's rows cut for this device; `room` and `like` as in `plan_work`."""
         slots = tile.slots(_multiprocessors(self._spec.device), self._spec.kv_heads)
-        return work.plan_work(rows, tile.queries(self._group), slots, tile.block_n, room=room)
+        return work.plan_work(rows, tile.queries(self._group), slots, tile.block_n, room=room, like=like)
 
     def partials(self, count: int, tokens: int, tile: Tile) -> Partials:
         """Scratch for `count` pieces; `tokens` 0 where no row is scored."""
