@@ -74,7 +74,7 @@ class StepTables:
         count = int(columns.queries.sum())
         tile = backend.tile(int(columns.queries.max()))
         per_tile = backend.queries_per_tile(tile)
-        tables = [backend.row_table(key, columns, listed, columns.slots) for key in backend.view_keys]
+        tables = backend.row_tables(columns, listed, columns.slots)
         in_tiles = partial(backend.cut, tile=tile)
         cuts = [self._cuts.of(view, table, in_tiles) for view, (table, _) in enumerate(tables)]
         score_slots = max(0 if scored is None else len(scored) for _, scored in tables)

@@ -133,19 +133,20 @@ def row_table(
     rows[:, ROW_LISTED] = listed
     rows[:, ROW_SCORE] = -1
     rows[:, ROW_SCORE_STEP] = 1
-    wanted = [(index, each) for index, each in enumerate(scored or ()) if each]
-    if wanted:
-        columns = [_scoring(slot, each) for slot, (_, each) in enumerate(wanted)]
-        rows[[index for index, _ in wanted], ROW_SCORE : ROW_SCORE_COUNT + 1] = columns
+    found = [index for index, wanted in enumerate(scored or ()) if wanted]
+    if scored and found:
+        rows[found, ROW_SCORE] = np.arange(len(found))
+        columns = {wanted: _scoring(wanted) for wanted in set(scored) if wanted}  # few differ
+        rows[found, ROW_SCORE_FIRST : ROW_SCORE_COUNT + 1] = [columns[scored[index]] for index in found]
     return rows
 
 
-def _scoring(slot: int, queries: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """ROW_SCORE to ROW_SCORE_COUNT of a scored row."""
+def _scoring(queries: tuple[int, ...]) -> tuple[int, int, int]:
+    """ROW_SCORE_FIRST to ROW_SCORE_COUNT of a row with these scored queries."""
     first, count = queries[0], len(queries)
     if count <= 2 and first > 0:
         raise ValueError(f"row_table: got scored queries {queries}, expected the first query and one other")
-    return slot, first, queries[1] - first if count > 1 else 1, count
+    return first, queries[1] - first if count > 1 else 1, count
 
 
 def plan_work(
