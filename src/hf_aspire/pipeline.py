@@ -32,9 +32,10 @@ from .verification import check_choice
 _UNKNOWN = -1
 """A draft that the host has not heard of yet."""
 _MOST_AHEAD = 2
-"""Steps that wait behind the one that the device works on, at most: drafts of a small model take less time than
-planning them (1.6 and 1.7 to 2.7 ms; SmolLM2-135M, 64 rows, H200), and while a verification runs (5 ms), two can be
-planned. Ended texts, and rows near their limit, lose a step for each."""
+"""Steps that wait behind the one that the device works on, at most: a draft step of a small model can take less time
+than to plan, launch and read it (SmolLM2-135M, 64 rows, H200: 1.6 ms, and up to 2.7 of the host, profiled, when
+planning took nearly twice as long as now), and while a verification runs (5 ms), two can be planned. Ended texts, and
+rows near their limit, lose a step for each."""
 
 
 @dataclass(frozen=True)
