@@ -1,6 +1,7 @@
 """A cut that is kept covers every row of later steps, and is made anew when it would not."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,8 +14,8 @@ def table_of(lengths, queries=1):
     return work.row_table(zeros + queries, lengths - queries, lengths, zeros, zeros, zeros + 1)
 
 
-def cut(rows):
-    return work.plan_work(rows, queries_per_tile=4, slots=33, block=64)
+def cut(rows, like=None):
+    return work.plan_work(rows, queries_per_tile=4, slots=33, block=64, like=like)
 
 
 @given(
@@ -50,8 +51,39 @@ def test_rows_that_grow_by_a_token_are_cut_once_for_many_steps():
     assert len(made) == 2 * 2
 
 
-def test_rows_of_several_queries_are_cut_as_they_are():
-    cuts, rows = Cuts(), table_of([500, 700], queries=[1, 5])
-    cuts.of(0, table_of([500, 700]), cut)
-    for _ in range(2):
-        assert np.array_equal(cuts.of(0, rows, cut).items, cut(rows).items)
+def mixture(context, turn):
+    """60 drafts that read 7 %, and four rows that verify 16 queries, other ones at every turn."""
+    full = (np.arange(64) + turn) % 16 == 0
+    return table_of(np.where(full, context + np.arange(64), context // 14), queries=np.where(full, 16, 1))
+
+
+def test_a_like_step_takes_the_size_of_the_pieces_before(monkeypatch):
+    cuts, shares = Cuts(), work._CUTS
+    tried = []
+    monkeypatch.setattr(work, "_best_size", lambda *a, best=work._best_size: tried.append(a) or best(*a))
+    for turn in range(100):
+        rows = mixture(7000 + turn, turn)
+        found = cuts.of(0, rows, cut)
+        searched, best = len(tried), cut(rows)
+        monkeypatch.setattr(work, "_CUTS", np.array([found.size.share]))
+        same = cut(rows)
+        monkeypatch.setattr(work, "_CUTS", shares)
+        del tried[searched:]
+        assert np.array_equal(found.items, same.items) and np.array_equal(found.merges, same.merges)
+        assert best.size.time <= same.size.time <= 1.03 * best.size.time
+    assert len(tried) < 20
+
+
+@pytest.mark.parametrize("other", [mixture(7000, 0)[:60], mixture(7500, 0), mixture(7000, 0)[::16]])
+def test_other_steps_are_cut_anew(other):
+    cuts = Cuts()
+    cuts.of(0, mixture(7000, 0), cut)
+    assert np.array_equal(cuts.of(0, other, cut).items, cut(other).items)
+    assert cuts.of(0, other, cut).size.total == cut(other).size.total
+
+
+def test_views_do_not_take_each_others_size():
+    cuts, rows = Cuts(), mixture(7000, 0)
+    small = cuts.of(0, table_of([500, 700], queries=[1, 5]), cut)
+    assert np.array_equal(cuts.of(1, rows, cut).items, cut(rows).items)
+    assert cuts.of(0, table_of([500, 700], queries=[1, 5]), cut).size is small.size

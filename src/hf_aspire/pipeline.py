@@ -159,7 +159,7 @@ class Pipeline:
         listed = np.array(
             [self._parts.contexts.listed(row.request, row.context) if draft else 0 for row, draft in pairs]
         )
-        plan = self._tables.plan(rows, listed, self._forced(rows), self._choice.in_forward)
+        plan = self._tables.plan(rows, listed, self._forced(pairs), self._choice.in_forward)
         if self._flights and self._flights[-1].steady and self._flights[-1].done.reached:
             self._ahead = self._most_ahead  # the device waits, and not because something was compiled or captured
         result, steady = self._parts.runner.forward_planned(plan, self._tables, self._choice)
@@ -184,14 +184,11 @@ class Pipeline:
                 self._parts.contexts.note(row)
         return _Flight(rows, drafts, bounds, plan.shape.tokens, outcome, done, steady)
 
-    def _forced(self, rows: Sequence[Row]) -> NDArray[np.int64]:
-        """Accepted drafts of every full row, where a benchmark replays them; else -1."""
-        forced = np.full(len(rows), -1)
-        if self._replay is not None:
-            for index, row in enumerate(rows):
-                if row.kind is not RowKind.DRAFT:
-                    forced[index] = self._replay.accepted(row.queries - 1)
-        return forced
+    def _forced(self, pairs: Sequence[tuple[Row, bool]]) -> NDArray[np.int64]:
+        """Accepted drafts of every full row, where a benchmark replays them; else -1. Of rows, and which draft."""
+        if self._replay is None:
+            return np.full(len(pairs), -1)
+        return np.array([-1 if draft else self._replay.accepted(row.queries - 1) for row, draft in pairs])
 
     def _collect(self, flight: _Flight) -> list[Committed]:
         """Reads a step's outcome: corrects the bounds, ends texts, and teaches the schedule and the cost model."""

@@ -125,6 +125,8 @@ class SparseContexts:
         self.recent = config.recent_pages * config.page_size
         pages = range(-(-(longest + 2 * config.max_draft + 2) // config.page_size) + 1)
         self._budgets = [config.budget(page * config.page_size) for page in pages]
+        # Most tokens of a list that the device makes, by pages of context, but for those that came since.
+        self._most = [max(budget, self.recent + self.unit) + self.unit for budget in self._budgets]
         whole = [page for page in pages if self._budgets[page] >= page * config.page_size]
         self._whole = whole[-1] * config.page_size  # the longest context that a budget holds, as it does all shorter
         self._unscored = self._whole if policy.full_layers else math.inf  # up to here no list needs scores
@@ -197,7 +199,8 @@ class SparseContexts:
             return context
         # Since it was scored. The request's length may have been corrected since, a tail that the device made was not.
         grown = context - shape.tail - self.recent if shape.ahead is None else shape.ahead + len(request.drafts)
-        return min(context, max(self._budget(context), self.recent + self.unit) + grown + self.unit)
+        most = self._most[-(-context // self.config.page_size)] + grown
+        return context if context < most else most
 
     def top_of(self, request: Request) -> tuple[Tensor, int] | None:
         """Top `[lists, n]` and tail of a list that was made here and is good for drafts now."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,10 +74,9 @@ class StepTables:
         count = int(columns.queries.sum())
         tile = backend.tile(int(columns.queries.max()))
         per_tile = backend.queries_per_tile(tile)
-        tables = [backend.row_table(key, columns, listed, columns.slots) for key in backend.view_keys]
-        cuts = [
-            self._cuts.of(view, table, lambda rows: backend.cut(rows, tile)) for view, (table, _) in enumerate(tables)
-        ]
+        tables = backend.row_tables(columns, listed, columns.slots)
+        in_tiles = partial(backend.cut, tile=tile)
+        cuts = [self._cuts.of(view, table, in_tiles) for view, (table, _) in enumerate(tables)]
         score_slots = max(0 if scored is None else len(scored) for _, scored in tables)
         needed = tuple((cut.used_items, cut.used_merges) for cut in cuts)
         needs = Needs(count, tile.block_m, score_slots, settles, needed, per_tile)
@@ -108,7 +107,7 @@ class StepTables:
 
         def cuttable(shape: Shape) -> bool:
             pairs = zip(cut_for(shape), cuts, strict=True)
-            return all(cut.time <= _HARDLY_LONGER * best.time for cut, best in pairs)
+            return all(cut.size.time <= _HARDLY_LONGER * best.size.time for cut, best in pairs)
 
         shape = self._graphs.shape_for(needs, cuttable)
         return shape, cuts if needs.fit(shape) else cut_for(shape)

@@ -144,9 +144,8 @@ class TritonBackend:
             longest = max(batch.rows[index].context for index in self._slots)
             raw = self.raw_scores(len(self._slots), max(len(queries) for queries in wanted), longest, tile)
             scores = self.no_scores(len(self._slots), longest)
-        columns, views = RowColumns(ends), {}
-        for key in self.view_keys:
-            rows, scored = self.row_table(key, columns, listed, np.cumsum(listed > 0) - 1, tokens)
+        views, tables = {}, self.row_tables(RowColumns(ends), listed, np.cumsum(listed > 0) - 1, tokens)
+        for key, (rows, scored) in zip(self.view_keys, tables, strict=True):
             planned = self.cut(rows, tile)
             scratch = batch.tokens if scored is not None else 0
             views[key] = View(
@@ -224,10 +223,16 @@ class TritonBackend:
         """Queries of a row that share a tile."""
         return tile.queries(self._group)
 
-    def cut(self, rows: work.Table, tile: Tile, room: tuple[float, float] = (math.inf, math.inf)) -> work.Work:
-        """A view's rows cut for this device; `room` as in `plan_work`."""
+    def cut(
+        self,
+        rows: work.Table,
+        tile: Tile,
+        room: tuple[float, float] = (math.inf, math.inf),
+        like: work.Work | None = None,
+    ) -> work.Work:
+        """A view's rows cut for this device; `room` and `like` as in `plan_work`."""
         slots = tile.slots(_multiprocessors(self._spec.device), self._spec.kv_heads)
-        return work.plan_work(rows, tile.queries(self._group), slots, tile.block_n, room=room)
+        return work.plan_work(rows, tile.queries(self._group), slots, tile.block_n, room=room, like=like)
 
     def partials(self, count: int, tokens: int, tile: Tile) -> Partials:
         """Scratch for `count` pieces; `tokens` 0 where no row is scored."""
@@ -246,44 +251,48 @@ class TritonBackend:
         shape = (self._policy.lists, slots, self._policy.scores_of(tokens))
         return torch.zeros(shape, dtype=torch.float32, device=self._spec.device)
 
-    def row_table(
+    def row_tables(
         self,
-        key: ViewKey,
         rows: RowColumns,
         listed: NDArray[np.int64],
         lists: NDArray[np.int64],
         tokens: Sequence[int] | None = None,
-    ) -> tuple[work.Table, work.Table | None]:
-        """The row table of a view, and the row of every score slot, or None where no row is scored.
+    ) -> list[tuple[work.Table, work.Table | None]]:
+        """The row table of every view, and the row of every score slot, or None where no row is scored.
 
         Args:
-            key: The view.
             rows: The rows, in packed order.
             listed: Listed tokens of every row; 0 where it reads its whole context.
             lists: Which list each row reads, if any.
             tokens: First packed token of every row; None: the rows are packed one after the other.
         """
-        by_list = rows.drafts & (listed > 0) & key.drafts_listed
-        table = work.row_table(
-            rows.queries,
-            np.where(by_list, listed - 1, rows.starts),
-            np.where(by_list, listed, rows.contexts),
-            np.where(by_list, lists, rows.slots),
-            np.where(by_list, 0, self._cache.page_size.bit_length() - 1),
-            by_list,
-            rows.scored_queries,
-            tokens,
-        )
-        if rows.scored_queries is None:
-            return table, None
-        slots = table[:, work.ROW_SCORE]  # a view: rows without scores in this view drop out of it below
-        scored = np.full(slots.max() + 1, -1, dtype=np.int32)
-        off = ~np.where(rows.drafts, key.drafts_scored, key.full_scored)
-        table[off, work.ROW_SCORE] = -1
-        table[off, work.ROW_SCORE_COUNT] = 0
-        found = np.flatnonzero(slots >= 0)
-        scored[slots[found]] = found
-        return table, scored if len(found) else None
+        shift = self._cache.page_size.bit_length() - 1
+        where = rows.starts, rows.contexts, rows.slots, shift, 0
+        whole = work.row_table(rows.queries, *where, rows.scored_queries, tokens)
+        by_list = np.flatnonzero(rows.drafts & (listed > 0))
+        zeros = 0 * listed
+        where_listed = np.array([listed - 1, listed, lists, zeros, zeros + 1]).T[by_list]
+        tables = []
+        for key in self.view_keys:
+            table = whole.copy()
+            if key.drafts_listed:
+                table[by_list, work.ROW_START : work.ROW_LISTED + 1] = where_listed
+            scored = None
+            if rows.scored_queries:
+                scored = _scored(table, np.where(rows.drafts, key.drafts_scored, key.full_scored))
+            tables.append((table, scored))
+        return tables
+
+
+def _scored(table: work.Table, counts: NDArray[np.bool_]) -> work.Table | None:
+    """The row of every score slot, -1 where that row's scores do not count; it loses them. None where none do."""
+    slots = table[:, work.ROW_SCORE]
+    scored = np.full(slots.max() + 1, -1, dtype=np.int32)
+    table[~counts, work.ROW_SCORE] = -1
+    table[~counts, work.ROW_SCORE_COUNT] = 0
+    found = np.flatnonzero(slots >= 0)
+    scored[slots[found]] = found
+    return scored if len(found) else None
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from hf_aspire.graphs import Graphs, Needs, Shape
 from hf_aspire.kernels.tiles import Tile
-from hf_aspire.kernels.work import Work
+from hf_aspire.kernels.work import Size, Work
 from hf_aspire.step_tables import StepTables
 
 TILE = Tile(16, 64, 2, 2)
@@ -17,7 +17,7 @@ SMALL = Shape(64, 16, 0, True, ((64, 16), (64, 16)))
 
 
 def work(items: int, time: float) -> Work:
-    return Work(np.zeros((items, 8), np.int32), np.zeros((0, 4), np.int32), 0, items, 0, time)
+    return Work(np.zeros((items, 8), np.int32), np.zeros((0, 4), np.int32), 0, items, 0, Size(1.0, 100, time))
 
 
 class Cuts:

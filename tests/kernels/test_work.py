@@ -22,7 +22,7 @@ def test_pieces_cover_what_each_tile_sees(rows, per_tile, slots, window, room):
     zeros = np.zeros_like(queries)
     table = work.row_table(queries, starts, starts + queries, zeros, zeros + 4, zeros)
     plan = work.plan_work(table, per_tile, slots, block=32, window=window, room=room)
-    if plan.time < math.inf:
+    if plan.size.time < math.inf:
         assert plan.used_items <= room[0] and plan.used_merges <= room[1]
     items = plan.items[: plan.used_items]
     assert (plan.items[plan.used_items :] == -1).all()
@@ -58,19 +58,19 @@ def test_pieces_cover_what_each_tile_sees(rows, per_tile, slots, window, room):
 def test_less_room_never_ends_sooner_and_what_fits_is_left_as_it_is(lengths, slots, room):
     best, cut = plan_of([1] * len(lengths), lengths, slots), plan_of([1] * len(lengths), lengths, slots, room)
     if best.used_items <= room[0] and best.used_merges <= room[1]:
-        assert np.array_equal(best.items, cut.items) and best.time == cut.time
+        assert np.array_equal(best.items, cut.items) and best.size.time == cut.size.time
     else:
-        assert cut.time >= best.time
+        assert cut.size.time >= best.size.time
     if room[0] < len(lengths):
-        assert cut.time == math.inf
+        assert cut.size.time == math.inf
 
 
 def test_work_is_cut_to_fit_where_that_hardly_takes_longer():
     best = plan_of([1] * 4, [8192] * 4, 33)
     fewer = plan_of([1] * 4, [8192] * 4, 33, (best.used_items - 1, 4))
     assert best.used_items == 32 and fewer.used_items == 28
-    assert best.time < fewer.time < 1.05 * best.time
-    assert plan_of([1] * 4, [8192] * 4, 33, (32, 3)).time == math.inf
+    assert best.size.time < fewer.size.time < 1.05 * best.size.time
+    assert plan_of([1] * 4, [8192] * 4, 33, (32, 3)).size.time == math.inf
 
 
 def lengths_of(plan):

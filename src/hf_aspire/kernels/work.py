@@ -11,6 +11,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -59,6 +60,22 @@ _FASTER = 0.7
 _FASTEST = 2.0
 _CUTS = np.array([2.0, 1.5, 1.33, 1.2, 1.05, 1.0, 0.75, 0.6, 0.45, 0.33, 0.25])
 """Sizes of a piece that are tried, in shares of a slot, descending."""
+_ALIKE = 0.02
+"""By how much of it the work of steps differs that take the same size."""
+
+
+class Size(NamedTuple):
+    """A size of pieces, and what it was chosen for.
+
+    Attributes:
+        share: The size, in shares of a slot.
+        total: Context tokens of all tiles.
+        time: When all should be merged, in tokens that a program reads meanwhile.
+    """
+
+    share: float
+    total: int
+    time: float
 
 
 @dataclass(frozen=True)
@@ -71,7 +88,7 @@ class Work:
         partials: Slots of partial results, padded to a bucket.
         used_items: Items that hold work.
         used_merges: Tiles of more than one piece.
-        time: When all should be merged, in tokens that a program reads meanwhile.
+        size: How large its pieces are.
     """
 
     items: Table
@@ -79,7 +96,7 @@ class Work:
     partials: int
     used_items: int
     used_merges: int
-    time: float
+    size: Size
 
 
 def row_table(
@@ -116,19 +133,20 @@ def row_table(
     rows[:, ROW_LISTED] = listed
     rows[:, ROW_SCORE] = -1
     rows[:, ROW_SCORE_STEP] = 1
-    wanted = [(index, each) for index, each in enumerate(scored or ()) if each]
-    if wanted:
-        columns = [_scoring(slot, each) for slot, (_, each) in enumerate(wanted)]
-        rows[[index for index, _ in wanted], ROW_SCORE : ROW_SCORE_COUNT + 1] = columns
+    found = [index for index, wanted in enumerate(scored or ()) if wanted]
+    if scored and found:
+        rows[found, ROW_SCORE] = np.arange(len(found))
+        columns = {wanted: _scoring(wanted) for wanted in set(scored) if wanted}  # few differ
+        rows[found, ROW_SCORE_FIRST : ROW_SCORE_COUNT + 1] = [columns[scored[index]] for index in found]
     return rows
 
 
-def _scoring(slot: int, queries: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """ROW_SCORE to ROW_SCORE_COUNT of a scored row."""
+def _scoring(queries: tuple[int, ...]) -> tuple[int, int, int]:
+    """ROW_SCORE_FIRST to ROW_SCORE_COUNT of a row with these scored queries."""
     first, count = queries[0], len(queries)
     if count <= 2 and first > 0:
         raise ValueError(f"row_table: got scored queries {queries}, expected the first query and one other")
-    return slot, first, queries[1] - first if count > 1 else 1, count
+    return first, queries[1] - first if count > 1 else 1, count
 
 
 def plan_work(
@@ -139,6 +157,7 @@ def plan_work(
     window: int = 0,
     slack: int = 0,
     room: tuple[float, float] = (math.inf, math.inf),
+    like: Work | None = None,
 ) -> Work:
     """Cuts rows into pieces of equal work.
 
@@ -150,13 +169,15 @@ def plan_work(
         window: Tokens that a query sees, itself included; 0: all. Lists have no window.
         slack: By how much a start may exceed the true one.
         room: Items and merges to keep to; where no cut that is tried does, the result has more, and no end in time.
+        like: Work of a step before. No other size is tried where pieces of that one's are as many as they were, and
+            all tiles are about as long together as when it was chosen.
 
     Returns:
         The work; where every piece covers its tile, no merges.
     """
     row, first, begin, end = _tiles(rows, queries_per_tile, block, window, slack)
     work = np.maximum(end - begin, 1)
-    pieces, time = _pieces(work, slots, block, room)
+    size, pieces = _size_of(like, work, slots, block) or _best_size(work, slots, block, room)
     merged = pieces > 1
     partials = np.where(merged, pieces, 0).cumsum()
     slot_of = np.where(merged, partials - pieces, -1)
@@ -171,16 +192,32 @@ def plan_work(
 
     merges = _padded(np.array([row, first, slot_of, pieces]).T[merged], MERGE_COLUMNS)
     used = int(merged.sum())
-    return Work(items, merges, bucket(int(partials[-1])) if used else 0, len(tile), used, time)
+    return Work(items, merges, bucket(int(partials[-1])) if used else 0, len(tile), used, size)
 
 
-def _pieces(
+def _size_of(
+    like: Work | None, work: NDArray[np.int64], slots: int, block: int
+) -> tuple[Size, NDArray[np.int64]] | None:
+    """The size of other work and the pieces per tile that it gives, or None where that is not alike."""
+    total = int(work.sum())
+    if like is None or abs(total - like.size.total) > _ALIKE * like.size.total:
+        return None
+    pieces = -(-work // _sizes(np.array([like.size.share]), total, slots, block))
+    same = int(pieces.sum()) == like.used_items and np.count_nonzero(pieces > 1) == like.used_merges
+    return (like.size, pieces) if same else None
+
+
+def _sizes(shares: NDArray[np.float64], total: int, slots: int, block: int) -> NDArray[np.int64]:
+    """Context tokens of pieces, multiples of the block."""
+    return np.asarray(np.maximum(-(-(total / slots * shares).astype(np.int64) // block), 1) * block)
+
+
+def _best_size(
     work: NDArray[np.int64], slots: int, block: int, room: tuple[float, float]
-) -> tuple[NDArray[np.int64], float]:
-    """Pieces per tile, of the cut whose longest-first schedule ends first, and when that is."""
-    share = float(work.sum()) / slots
-    sizes = np.maximum(-(-(share * _CUTS).astype(np.int64) // block), 1) * block
-    cuts = -(-work // sizes[:, None])
+) -> tuple[Size, NDArray[np.int64]]:
+    """The size whose longest-first schedule ends first, and the pieces per tile."""
+    total = int(work.sum())
+    cuts = -(-work // _sizes(_CUTS, total, slots, block)[:, None])
     counts, merges, most = cuts.sum(1).tolist(), np.count_nonzero(cuts > 1, 1).tolist(), cuts.max(1).tolist()
     taken = np.arange(slots, 0, -1)  # slots that are, before each end
     speed = np.minimum((slots / taken) ** _FASTER, _FASTEST)
@@ -192,14 +229,14 @@ def _pieces(
         if count > room[0] or merges[index] > room[1]:
             break
         merging = _MERGE_COST + _PIECE_COST * most[index] if merges[index] else 0
-        if share + _ITEM_COST * count / slots + merging > shortest:
+        if total / slots + _ITEM_COST * count / slots + merging > shortest:
             break  # even if all slots were taken to the end; smaller pieces would take longer still
         ends = _ends(work, cuts[index], slots)
         ends[1:] -= ends[:-1]  # from each end to the next
         duration = float((ends / speed).sum()) + merging
         if duration < shortest:
             shortest, best = duration, index
-    return cuts[best], shortest
+    return Size(float(_CUTS[best]), total, shortest), cuts[best]
 
 
 def _ends(work: NDArray[np.int64], pieces: NDArray[np.int64], slots: int) -> NDArray[np.float64]:
