@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -295,6 +296,7 @@ def _scored(table: work.Table, counts: NDArray[np.bool_]) -> work.Table | None:
     return scored if len(found) else None
 
 
+@cache
 def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return _HOST_PROGRAMS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ _NARROW, _WIDE = 128, 256
 programs fit a multiprocessor."""
 
 
+@cache
 def tile_for(queries: int, group: int, size: int, itemsize: int) -> Tile:
     """The tile for rows of up to `queries` queries.
 
