@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,11 +84,12 @@ class StepTables:
 
         filling = shape.tokens - count
         parts = self._who(columns, filling, forced)
+        unused, zeroing = self._filled_up(len(rows), count, filling, per_tile)
         for (table, scored), cut, (items, merges) in zip(tables, cuts, shape.work, strict=True):
-            rows_table, used = self._filled_up(table, cut.items[: cut.used_items], count, filling, per_tile)
+            used = cut.items[: cut.used_items]
             parts += [
-                Part(rows_table, self._state.filler + 2, 0),
-                Part(used, items, -1),
+                Part(table, self._state.filler + 2, unused),
+                Part(np.concatenate([used, zeroing]) if filling else used, items, -1),
                 Part(cut.merges[: cut.used_merges], merges, -1),
                 Part(np.zeros(0, dtype=np.int32) if scored is None else scored, shape.scored, -1),
             ]
@@ -99,11 +100,13 @@ class StepTables:
         self, needs: Needs, tables: Sequence[work.Table], cuts: list[work.Work], tile: Tile
     ) -> tuple[Shape, list[work.Work]]:
         """The step's shape, and its work, cut in another way where the shape has too little room for it."""
+        tried: dict[Shape, list[work.Work]] = {}
 
-        @cache
         def cut_for(shape: Shape) -> list[work.Work]:
-            rooms = needs.room_in(shape)
-            return [self._backend.cut(table, tile, room) for table, room in zip(tables, rooms, strict=True)]
+            if shape not in tried:
+                pairs = zip(tables, needs.room_in(shape), strict=True)
+                tried[shape] = [self._backend.cut(table, tile, room) for table, room in pairs]
+            return tried[shape]
 
         def cuttable(shape: Shape) -> bool:
             pairs = zip(cut_for(shape), cuts, strict=True)
@@ -132,20 +135,16 @@ class StepTables:
             Part(table, last + 1, [self._state.filler, 0, 0, -1, -1, 0]),
         ]
 
-    def _filled_up(
-        self, table: work.Table, items: work.Table, count: int, filling: int, per_tile: int
-    ) -> tuple[work.Table, work.Table]:
-        """A row and items for the filling tokens: they attend nothing, and become zeros instead of garbage."""
-        if not filling:
-            return table, items
-        row = np.zeros((1, work.ROW_COLUMNS), dtype=np.int32)
-        row[0, [work.ROW_TOKEN, work.ROW_QUERIES, work.ROW_TABLE]] = count, filling, self._state.filler
-        row[0, [work.ROW_SCORE, work.ROW_SCORE_STEP]] = -1, 1
+    def _filled_up(self, rows: int, count: int, filling: int, per_tile: int) -> tuple[list[int], work.Table]:
+        """Every unused row, and the first one's items: filling tokens attend nothing and become zeros, not garbage."""
+        row = [0] * work.ROW_COLUMNS
+        row[work.ROW_TOKEN], row[work.ROW_QUERIES], row[work.ROW_TABLE] = count, filling, self._state.filler
+        row[work.ROW_SCORE], row[work.ROW_SCORE_STEP] = -1, 1
         first = np.arange(0, filling, per_tile)
-        more = np.zeros((len(first), work.ITEM_COLUMNS), dtype=np.int32)
-        more[:, work.ITEM_ROW], more[:, work.ITEM_QUERY] = len(table), first
-        more[:, work.ITEM_SLOT], more[:, work.ITEM_PIECES] = -1, 1
-        return np.concatenate([table, row]), np.concatenate([items, more])
+        items = np.zeros((len(first), work.ITEM_COLUMNS), dtype=np.int32)
+        items[:, work.ITEM_ROW], items[:, work.ITEM_QUERY] = rows, first
+        items[:, work.ITEM_SLOT], items[:, work.ITEM_PIECES] = -1, 1
+        return row, items
 
     def fill(self, plan: Plan) -> tuple[Tensor, Tensor]:
         """Completes a plan's tables on the device and gives them to the kernels; token and position ids `[1, T]`."""
