@@ -118,8 +118,11 @@ class Case:
             range(len(rows)),
             [0 if row.listed else PAGE.bit_length() - 1 for row in rows],
             [row.listed > 0 for row in rows],
-            [row.scored for row in rows],
         )
+        scored = [index for index, row in enumerate(rows) if row.scored]
+        if scored:
+            spans = [(0, max(rows[index].queries - 1, 1), len(rows[index].scored)) for index in scored]
+            work.ask_scores(self.table, np.array(scored), np.arange(len(scored)), np.array(spans))
         self.bytes = sum(row.read for row in rows) * BYTES_PER_TOKEN
 
     def without_scores(self) -> np.ndarray:

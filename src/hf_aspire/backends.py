@@ -17,6 +17,7 @@ from . import noise
 from .attention import scaling_of, split_heads
 from .batch import MixedBatch
 from .cache import AspireCache, LayerSpec
+from .columns import RowColumns
 from .config import AspireConfig
 from .kernels import reference
 from .noise import Draw
@@ -128,6 +129,10 @@ class TorchBackend:
         self._full = [entry for entry in numbered if entry[1].kind is not RowKind.DRAFT]
         self._drafts = [entry for entry in numbered if entry[1].kind is RowKind.DRAFT]
         self._verifies = any(row.kind is RowKind.VERIFY for row in batch.rows)
+        scored, self._wanted = RowColumns(batch.rows).scored, dict[int, range]()
+        if scored:
+            for index, (first, step, count) in zip(scored.rows.tolist(), scored.spans.tolist(), strict=True):
+                self._wanted[index] = range(first, first + step * count, step)
         self._scores: dict[int, Tensor] = {}
         for index, row, _ in numbered:
             if row.scored:
@@ -167,7 +172,7 @@ class TorchBackend:
         runs = row.request.context(row.context)
         draft = row.kind is RowKind.DRAFT
         scored = row.scored and layer in (self._policy.draft_layers if draft else self._policy.full_layers)
-        wanted = row.scored_queries if scored else ()
+        wanted = self._wanted[index] if scored else range(0)
         # Scored queries, and rows over scattered pages, take the path that returns weights and copies nothing.
         first = (wanted[0] if wanted else 0) if row.queries > self._EXPLICIT_QUERIES else 0
         explicit = bool(wanted) or (len(runs) > 1 and row.queries <= self._EXPLICIT_QUERIES)

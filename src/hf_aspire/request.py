@@ -164,15 +164,6 @@ class Row(NamedTuple):
         return int(self.finishes_prompt) if self.kind is RowKind.PREFILL else self.queries
 
     @property
-    def scored_queries(self) -> tuple[int, ...]:
-        """Queries whose scores count: the first and last of a round, the last eight of a prompt."""
-        if not self.scored:
-            return ()
-        if self.kind is RowKind.PREFILL:
-            return tuple(range(max(0, self.queries - BOOTSTRAP), self.queries))
-        return (0, self.queries - 1) if self.queries > 1 else (0,)
-
-    @property
     def certain(self) -> int:
         """Context tokens that stay whatever of the row is accepted: what its scores are used for."""
         return self.context if self.kind is RowKind.PREFILL else self.start + 1

@@ -134,18 +134,19 @@ class TritonBackend:
             ends, tokens, bulks = prompt_attention.cut(ends, tokens)
         self._rows = ends
         spec = self._spec
-        tile = self.tile(max(row.queries for row in ends))
-        wanted = [row.scored_queries for row in ends]
-        self._slots = {index: slot for slot, index in enumerate(i for i, queries in enumerate(wanted) if queries)}
+        columns = RowColumns(ends)
+        tile = self.tile(int(columns.queries.max()))
+        self._slots: dict[int, int] = {}
         listed = np.zeros(len(batch.rows), dtype=np.int64)
         if batch.sparse:
             listed[[row.kind is RowKind.DRAFT for row in batch.rows]] = batch.sparse.lengths.cpu()
         raw = scores = None
-        if self._slots:
-            longest = max(batch.rows[index].context for index in self._slots)
-            raw = self.raw_scores(len(self._slots), max(len(queries) for queries in wanted), longest, tile)
+        if columns.scored:
+            self._slots = {row: slot for slot, row in enumerate(columns.scored.rows.tolist())}
+            longest = int(columns.contexts[columns.scored.rows].max())
+            raw = self.raw_scores(len(self._slots), int(columns.scored.spans[:, 2].max()), longest, tile)
             scores = self.no_scores(len(self._slots), longest)
-        views, tables = {}, self.row_tables(RowColumns(ends), listed, np.cumsum(listed > 0) - 1, tokens)
+        views, tables = {}, self.row_tables(columns, listed, np.cumsum(listed > 0) - 1, tokens)
         for key, (rows, scored) in zip(self.view_keys, tables, strict=True):
             planned = self.cut(rows, tile)
             scratch = batch.tokens if scored is not None else 0
@@ -269,7 +270,7 @@ class TritonBackend:
         """
         shift = self._cache.page_size.bit_length() - 1
         where = rows.starts, rows.contexts, rows.slots, shift, 0
-        whole = work.row_table(rows.queries, *where, rows.scored_queries, tokens)
+        whole = work.row_table(rows.queries, *where, tokens)
         by_list = np.flatnonzero(rows.drafts & (listed > 0))
         zeros = 0 * listed
         where_listed = np.array([listed - 1, listed, lists, zeros, zeros + 1]).T[by_list]
@@ -278,22 +279,21 @@ class TritonBackend:
             table = whole.copy()
             if key.drafts_listed:
                 table[by_list, work.ROW_START : work.ROW_LISTED + 1] = where_listed
-            scored = None
-            if rows.scored_queries:
-                scored = _scored(table, np.where(rows.drafts, key.drafts_scored, key.full_scored))
-            tables.append((table, scored))
+            tables.append((table, _ask_scores(table, rows, key)))
         return tables
 
 
-def _scored(table: work.Table, counts: NDArray[np.bool_]) -> work.Table | None:
-    """The row of every score slot, -1 where that row's scores do not count; it loses them. None where none do."""
-    slots = table[:, work.ROW_SCORE]
-    scored = np.full(slots.max() + 1, -1, dtype=np.int32)
-    table[~counts, work.ROW_SCORE] = -1
-    table[~counts, work.ROW_SCORE_COUNT] = 0
-    found = np.flatnonzero(slots >= 0)
-    scored[slots[found]] = found
-    return scored if len(found) else None
+def _ask_scores(table: work.Table, rows: RowColumns, key: ViewKey) -> work.Table | None:
+    """The row of every score slot, -1 where the view does not score it, or None where it scores none."""
+    if not rows.scored:
+        return None
+    which, spans = rows.scored
+    counts = np.where(rows.drafts[which], key.drafts_scored, key.full_scored)
+    slots = np.flatnonzero(counts)
+    if not len(slots):
+        return None
+    work.ask_scores(table, which[slots], slots, spans[slots])
+    return np.where(counts, which, -1).astype(np.int32)
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from hf_aspire.kernels import reference, work
@@ -27,6 +28,14 @@ class RowSpec:
     granule: int = 0
     scored: tuple[int, ...] = ()
     slotless: int = 0  # last queries that keep no keys and values
+
+
+def ask_scores(table, scored):
+    """Has rows scored by evenly spaced queries, score slots in row order."""
+    rows = [index for index, queries in enumerate(scored) if queries]
+    spans = [(scored[i][0], scored[i][1] - scored[i][0] if len(scored[i]) > 1 else 1, len(scored[i])) for i in rows]
+    if rows:
+        work.ask_scores(table, np.array(rows), np.arange(len(rows)), np.array(spans))
 
 
 class Mixture:
@@ -82,8 +91,8 @@ class Mixture:
             list(range(len(specs))),
             [(s.granule or page).bit_length() - 1 for s in specs],
             [s.granule > 0 for s in specs],
-            [s.scored for s in specs],
         )
+        ask_scores(self.table, [s.scored for s in specs])
         self.scaling = size**-0.5
 
     def expected(self, variant=PLAIN):

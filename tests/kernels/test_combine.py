@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernels.mixture import Mixture, RowSpec, check_scores, distance, small_tile
+from kernels.mixture import Mixture, RowSpec, ask_scores, check_scores, distance, small_tile
 
 from hf_aspire.kernels import work
 from hf_aspire.kernels.mixed_attention import PLAIN, Variant
@@ -49,8 +49,8 @@ def test_scores_of_the_first_query_and_one_other(unit, block_m, group, device):
 
 
 def test_rows_may_not_hide_a_scored_query_behind_others():
-    with pytest.raises(ValueError, match="the first query and one other"):
-        work.row_table([5], [40], [45], [0], [4], [False], [(2, 4)])
+    with pytest.raises(ValueError, match="begin with the first"):
+        ask_scores(work.row_table([5, 5], [40, 40], [45, 45], [0, 1], [4, 4], [False, False]), [(0, 4), (2, 4)])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -106,7 +105,6 @@ def row_table(
     tables: ArrayLike,
     shifts: ArrayLike,
     listed: ArrayLike,
-    scored: Sequence[tuple[int, ...]] | None = None,
     tokens: ArrayLike | None = None,
 ) -> Table:
     """The row table `[rows, ROW_COLUMNS]`.
@@ -118,8 +116,6 @@ def row_table(
         tables: Row of the page table or of the lists.
         shifts: log2 of the tokens behind one table entry: of the page size, or of a list's granule.
         listed: Whether the row's context is a list.
-        scored: Scored queries per row, evenly spaced and ascending; empty where none are wanted. One or two must
-            begin with the row's first. Score slots are given in row order.
         tokens: First packed token of every row; None: the rows are packed one after the other.
     """
     count = np.asarray(queries, dtype=np.int32)
@@ -133,20 +129,28 @@ def row_table(
     rows[:, ROW_LISTED] = listed
     rows[:, ROW_SCORE] = -1
     rows[:, ROW_SCORE_STEP] = 1
-    found = [index for index, wanted in enumerate(scored or ()) if wanted]
-    if scored and found:
-        rows[found, ROW_SCORE] = np.arange(len(found))
-        columns = {wanted: _scoring(wanted) for wanted in set(scored) if wanted}  # few differ
-        rows[found, ROW_SCORE_FIRST : ROW_SCORE_COUNT + 1] = [columns[scored[index]] for index in found]
     return rows
 
 
-def _scoring(queries: tuple[int, ...]) -> tuple[int, int, int]:
-    """ROW_SCORE_FIRST to ROW_SCORE_COUNT of a row with these scored queries."""
-    first, count = queries[0], len(queries)
-    if count <= 2 and first > 0:
-        raise ValueError(f"row_table: got scored queries {queries}, expected the first query and one other")
-    return first, queries[1] - first if count > 1 else 1, count
+def ask_scores(rows: Table, which: NDArray[np.int64], slots: NDArray[np.int64], spans: NDArray[np.int64]) -> None:
+    """Has some rows of a table scored, which `row_table` leaves without.
+
+    Args:
+        rows: Row table, changed.
+        which: `[n]` rows.
+        slots: `[n]` their score slots.
+        spans: `[n, 3]` their first scored query, the distance to the next, and how many. One or two must begin with
+            the row's first.
+
+    Raises:
+        ValueError: One or two that do not.
+    """
+    if spans[:, 0].any() and ((spans[:, 0] > 0) & (spans[:, 2] <= 2)).any():
+        raise ValueError(
+            f"ask_scores: got {spans.tolist()}, expected one or two scored queries to begin with the first"
+        )
+    rows[which, ROW_SCORE] = slots
+    rows[which, ROW_SCORE_FIRST : ROW_SCORE_COUNT + 1] = spans
 
 
 def plan_work(
