@@ -57,7 +57,7 @@ _PIECE_COST = 4  # its time per piece
 # Programs share the memory's bandwidth: with a share of the slots taken they read faster by share ** -_FASTER.
 _FASTER = 0.7
 _FASTEST = 2.0
-_CUTS = np.array([2.0, 1.5, 1.33, 1.2, 1.05, 1.0, 0.75, 0.6, 0.45, 0.33, 0.25])
+_CUTS = (2.0, 1.5, 1.33, 1.2, 1.05, 1.0, 0.75, 0.6, 0.45, 0.33, 0.25)
 """Sizes of a piece that are tried, in shares of a slot, descending."""
 _ALIKE = 0.02
 """By how much of it the work of steps differs that take the same size."""
@@ -206,14 +206,14 @@ def _size_of(
     total = int(work.sum())
     if like is None or abs(total - like.size.total) > _ALIKE * like.size.total:
         return None
-    pieces = -(-work // _sizes(np.array([like.size.share]), total, slots, block))
+    pieces = -(-work // _tokens_of(like.size.share, total, slots, block))
     same = int(pieces.sum()) == like.used_items and np.count_nonzero(pieces > 1) == like.used_merges
     return (like.size, pieces) if same else None
 
 
-def _sizes(shares: NDArray[np.float64], total: int, slots: int, block: int) -> NDArray[np.int64]:
-    """Context tokens of pieces, multiples of the block."""
-    return np.asarray(np.maximum(-(-(total / slots * shares).astype(np.int64) // block), 1) * block)
+def _tokens_of(share: float, total: int, slots: int, block: int) -> int:
+    """Context tokens of a piece of that size, a multiple of the block."""
+    return max(-(-int(total / slots * share) // block), 1) * block
 
 
 def _best_size(
@@ -221,7 +221,7 @@ def _best_size(
 ) -> tuple[Size, NDArray[np.int64]]:
     """The size whose longest-first schedule ends first, and the pieces per tile."""
     total = int(work.sum())
-    cuts = -(-work // _sizes(_CUTS, total, slots, block)[:, None])
+    cuts = -(-work // np.array([_tokens_of(share, total, slots, block) for share in _CUTS])[:, None])
     counts, merges, most = cuts.sum(1).tolist(), np.count_nonzero(cuts > 1, 1).tolist(), cuts.max(1).tolist()
     taken = np.arange(slots, 0, -1)  # slots that are, before each end
     speed = np.minimum((slots / taken) ** _FASTER, _FASTEST)
@@ -240,7 +240,7 @@ def _best_size(
         duration = float((ends / speed).sum()) + merging
         if duration < shortest:
             shortest, best = duration, index
-    return Size(float(_CUTS[best]), total, shortest), cuts[best]
+    return Size(_CUTS[best], total, shortest), cuts[best]
 
 
 def _ends(work: NDArray[np.int64], pieces: NDArray[np.int64], slots: int) -> NDArray[np.float64]:
