@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from hf_aspire.staging import Part, Staging
+from hf_aspire.staging import UNDER_WAY, Part, Staging
 
 
 def test_tables_arrive_filled_up_at_places_that_stay():
@@ -22,3 +22,13 @@ def test_tables_arrive_filled_up_at_places_that_stay():
     again = staging.send("wide", [Part(np.full((2, 3), 5), 3, 1), *first[1:]])
     assert [table.data_ptr() for table in again] == [table.data_ptr() for table in tables]
     assert again[0].tolist() == [[5, 5, 5], [5, 5, 5], [1, 1, 1]] and again[2].tolist() == [4, 5]
+
+
+def test_tables_under_way_are_not_overwritten():
+    """All that may be are sent while a GPU is busy with something else."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    staging = Staging(64, device)
+    if device.type == "cuda":
+        torch.cuda._sleep(10**8)  # cycles
+    sent = [staging.send("shape", [Part(np.full(3, step), 4, -1)])[0].clone() for step in range(UNDER_WAY)]
+    assert [table.tolist() for table in sent] == [[step] * 3 + [-1] for step in range(UNDER_WAY)]

@@ -24,6 +24,7 @@ from .device_lists import DeviceLists
 from .device_state import DeviceState
 from .request import Committed, Row, RowKind
 from .sampling import RejectionSampler
+from .staging import UNDER_WAY
 from .step_tables import StepTables
 from .testing import Replay
 from .timeline import RowRecord
@@ -31,7 +32,7 @@ from .verification import check_choice
 
 _UNKNOWN = -1
 """A draft that the host has not heard of yet."""
-_MOST_AHEAD = 2
+_MOST_AHEAD = UNDER_WAY - 1
 """Steps that wait behind the one that the device works on, at most: a draft step of a small model can take less time
 than to plan, launch and read it (SmolLM2-135M, 64 rows, H200: 1.6 ms, and up to 2.7 of the host, profiled, when
 planning took nearly twice as long as now), and while a verification runs (5 ms), two can be planned. Ended texts, and
@@ -150,7 +151,9 @@ class Pipeline:
             made = self._parts.contexts.top_of(request)
             if made is not None:
                 self._lists.load(request.row, *made)
-        return _Moment(self._state.fields.device)
+        entered = _Moment(self._state.fields.device)
+        entered.wait()  # for tables of a call that was interrupted, whose memory is written to again
+        return entered
 
     def _launch(self, rows: list[Row]) -> _Flight:
         """Plans a step's tables, starts its work, and moves the requests on by upper bounds."""
