@@ -5,7 +5,8 @@
 Contexts are random keys and values, so that nobody waits for prompts; acceptance is replayed as 1, so that schedule
 "staggered" with 15 drafts makes every step the same mixture: 15 of 16 rows draft, one of 16 verifies 16 queries. A
 step's time is that between the ends of two steps on the device: kernels, sampling, list updates and all gaps; the
-host's is what planning and packing one takes, meanwhile. Every call runs twice; steps are those of the second one.
+host's is what planning and packing one takes, meanwhile. Every call runs twice, and steps are those of the second one;
+three more tell what the host takes, whose speed varies (machines are shared).
 """
 
 from __future__ import annotations
@@ -46,20 +47,27 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-def measure(model: PreTrainedModel, batch: int, context: int, new: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Median milliseconds of a call's most frequent kind of step, and what it must read."""
+def measure(
+    model: PreTrainedModel, batch: int, context: int, new: int, settings: dict[str, Any], more: int = 0
+) -> dict[str, Any]:
+    """Median milliseconds of the second call's most frequent kind of step, and what it must read.
+
+    What the host takes is of the second call and `more` calls: the median of all of their steps, and of each call's.
+    """
     ids = prompts(batch, context, model.config.vocab_size)
-    calls = []
-    for _ in range(2):
-        collected: list[Any] = []
-        config = AspireConfig(draft_length=DRAFTS, max_draft=DRAFTS, seed=0, on_stats=collected.append, **settings)
+    collected: list[Any] = []
+    config = AspireConfig(draft_length=DRAFTS, max_draft=DRAFTS, seed=0, on_stats=collected.append, **settings)
+    calls, host = [], list[list[float]]()
+    for _ in range(2 + more):
         started = time.perf_counter()
         with random_context(), replay_acceptance([1.0]), host_clock() as planning:
             hf_aspire.generate(model, ids, max_new_tokens=new, do_sample=False, aspire_config=config)
         torch.cuda.synchronize()
         calls.append(time.perf_counter() - started)
+        host.append(planning)
+    second = collected[1].timeline
     kinds: dict[tuple[int, int], list[float]] = {}
-    for step in collected[0].timeline:
+    for step in second:
         count = Counter(row.kind for row in step.rows)
         if not count[RowKind.PREFILL]:
             key = count[RowKind.DRAFT], sum(row.queries for row in step.rows if row.kind is not RowKind.DRAFT)
@@ -73,10 +81,11 @@ def measure(model: PreTrainedModel, batch: int, context: int, new: int, settings
         "queries": queries,
         "steps": len(times),
         "milliseconds": 1e3 * statistics.median(times),
-        **host_times(planning),
+        **host_times([seconds for call in host[1:] for seconds in call]),
+        "host_milliseconds_of_calls": [1e3 * statistics.median(call) for call in host[1:] if call],
         "bytes": weight_bytes(model) + read * kv_bytes(model),
         "first_call_seconds": calls[0],
-        "second_call_beyond_its_steps": calls[1] - sum(step.end - step.start for step in collected[0].timeline),
+        "second_call_beyond_its_steps": calls[1] - sum(step.end - step.start for step in second),
     }
 
 
@@ -130,7 +139,7 @@ def main(
         for how, switches in SWITCHES.items():
             if cases and not any(part in (name, how) for part in cases.split(";")):
                 continue
-            found = measure(model, batch, context, new, {**fields, **switches})
+            found = measure(model, batch, context, new, {**fields, **switches}, more=3)
             floor = 1e3 * found["bytes"] / bandwidth
             found |= {"step": name, "how": how, "floor_milliseconds": floor}
             if idle and switches["compile"]:
