@@ -20,6 +20,7 @@ from hf_aspire.kernels import work
 from hf_aspire.pipeline import Pipeline, _Moment
 from hf_aspire.planner import Planner
 from hf_aspire.request import Row
+from hf_aspire.staging import UNDER_WAY, Staging
 from hf_aspire.step_tables import Plan, StepTables
 from hf_aspire.testing import random_context, replay_acceptance
 from hf_aspire.workspace import workspaces
@@ -70,6 +71,56 @@ def test_a_second_step_is_planned_ahead_once_the_device_waits(
     first = len(ahead) if waits == "never" else ahead.index(2)
     assert ahead[:first] == [0, *[1] * (first - 1)]
     assert set(ahead[first:-1]) <= {2}, "from then on, but for a row at its limit"
+
+
+def test_memory_that_tables_are_sent_from_is_free_when_it_is_written_to_again(
+    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps ahead, and behind a call that was interrupted: the device has done the step that was sent from it."""
+    moments, done, sent = list[_Moment](), 0, dict[int, _Moment]()
+    init, wait, send, launch, collect = (
+        _Moment.__init__, _Moment.wait, Staging.send, Pipeline._launch, Pipeline._collect
+    )  # fmt: skip
+    turn = collected = 0
+
+    def note(self: _Moment, device: torch.device) -> None:
+        init(self, device)
+        moments.append(self)
+
+    def waited(self: _Moment) -> None:
+        nonlocal done
+        wait(self)
+        done = max(done, moments.index(self))
+
+    def written(self: Staging, *arguments: Any) -> Any:
+        nonlocal turn
+        views, turn = send(self, *arguments), self._turn
+        assert turn not in sent or moments.index(sent[turn]) <= done
+        return views
+
+    def launched(self: Pipeline, rows: list[Row]) -> Any:
+        flight = launch(self, rows)
+        sent[turn] = flight.done
+        return flight
+
+    def interrupted(self: Pipeline, flight: Any) -> Any:
+        nonlocal collected
+        collected += 1
+        if collected == 6:
+            raise KeyboardInterrupt
+        return collect(self, flight)
+
+    monkeypatch.setattr(_Moment, "reached", True)
+    for owner, name, function in (
+        (_Moment, "__init__", note), (_Moment, "wait", waited), (Staging, "send", written),
+        (Pipeline, "_launch", launched), (Pipeline, "_collect", interrupted),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, function)
+    config, batch = settings(schedule="staggered"), ragged((30, 7))
+    with pytest.raises(KeyboardInterrupt):
+        run(llama, batch, config, max_new_tokens=18)
+    run(llama, batch, config, max_new_tokens=18)
+    assert collected > 12 and len(sent) == UNDER_WAY
 
 
 def test_a_moment_is_reached_when_its_work_is_done(device: torch.device) -> None:
