@@ -6,7 +6,7 @@ Contexts are random keys and values, so that nobody waits for prompts; acceptanc
 "staggered" with 15 drafts makes every step the same mixture: 15 of 16 rows draft, one of 16 verifies 16 queries. A
 step's time is that between the ends of two steps on the device: kernels, sampling, list updates and all gaps; the
 host's is what planning and packing one takes, meanwhile. Every call runs twice, and steps are those of the second one;
-three more tell what the host takes, whose speed varies (machines are shared).
+three more tell what the host takes, whose speed varies from call to call.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def test_a_like_step_takes_the_size_of_the_pieces_before(monkeypatch):
         rows = mixture(7000 + turn, turn)
         found = cuts.of(0, rows, cut)
         searched, best = len(tried), cut(rows)
-        monkeypatch.setattr(work, "_CUTS", np.array([found.size.share]))
+        monkeypatch.setattr(work, "_CUTS", (found.size.share,))
         same = cut(rows)
         monkeypatch.setattr(work, "_CUTS", shares)
         del tried[searched:]

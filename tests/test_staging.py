@@ -25,7 +25,7 @@ def test_tables_arrive_filled_up_at_places_that_stay():
 
 
 def test_tables_under_way_are_not_overwritten():
-    """All that may be are sent while a GPU is busy with something else."""
+    """As many as may be under way are sent while a GPU is busy with something else."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     staging = Staging(64, device)
     if device.type == "cuda":
