@@ -21,7 +21,6 @@ import torch
 import triton
 
 from hf_aspire.kernels import reference, work
-from hf_aspire.kernels.combine import combine
 from hf_aspire.kernels.mixed_attention import Partials, mixed_attention
 from hf_aspire.kernels.reduce_scores import reduce_scores
 from hf_aspire.kernels.score_store import RawScores
@@ -136,8 +135,9 @@ class Case:
         group = HEADS // KV_HEADS
         table = self.table if unit else self.without_scores()
         multiprocessors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-        plan = work.plan_work(table, tile.queries(group), tile.slots(multiprocessors, KV_HEADS), tile.block_n)
-        rows, items, merges = (torch.from_numpy(t).to(DEVICE) for t in (table, plan.items, plan.merges))
+        slots = tile.slots(multiprocessors, KV_HEADS)
+        plan = work.plan_work(table, tile.queries(group), group, slots, tile.block_n)
+        rows, items = (torch.from_numpy(t).to(DEVICE) for t in (table, plan.items))
         partials = Partials.empty(plan.partials, self.tokens, (HEADS, KV_HEADS), tile.block_m, SIZE, DEVICE)
         scored = [i for i, row in enumerate(self.rows) if row.scored] if unit else []
         raw = None
@@ -164,8 +164,6 @@ class Case:
                 scaling,
                 tile,
             )
-            if plan.used_merges:
-                combine(partials, rows, merges, self.output, group, tile, raw)
             if raw is not None and reduce:
                 reduce_scores(raw, partials.row_lse, rows, scored_rows, scores, unit)
 

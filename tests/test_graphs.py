@@ -16,24 +16,23 @@ from hf_aspire.side_streams import one_capture
 
 
 def test_a_shape_serves_what_is_smaller_and_of_its_kind() -> None:
-    shape = Shape(tokens=8, block_m=16, scored=4, settles=False, work=((128, 16), (64, 0)))
-    needs = Needs(tokens=8, block_m=16, scored=4, settles=False, work=((128, 16), (64, 0)), queries_per_tile=4)
+    shape = Shape(tokens=8, block_m=16, scored=4, settles=False, work=(128, 64))
+    needs = Needs(tokens=8, block_m=16, scored=4, settles=False, work=(128, 64), queries_per_tile=4)
     assert needs.fit(shape)
-    assert needs._replace(work=((64, 16), (64, 0))).fit(shape)
-    assert needs._replace(work=((128, 0), (64, 0))).fit(shape)  # merges without an entry do nothing
-    assert not needs._replace(work=((129, 16), (64, 0))).fit(shape)
-    assert not needs._replace(work=((128, 16), (64, 1))).fit(shape)
+    assert needs._replace(work=(64, 1)).fit(shape)
+    assert not needs._replace(work=(129, 64)).fit(shape)
+    assert not needs._replace(work=(128, 65)).fit(shape)
     assert not needs._replace(scored=0).fit(shape)
     assert not needs._replace(scored=5).fit(shape)
     assert not needs._replace(tokens=9).fit(shape)
     assert not needs._replace(block_m=32).fit(shape)
     assert not needs._replace(settles=True).fit(shape)
-    assert needs._replace(work=((129, 17), (64, 0))).fit_but_for_work(shape)
+    assert needs._replace(work=(129, 65)).fit_but_for_work(shape)
     assert not needs._replace(scored=5).fit_but_for_work(shape)
     # The tokens that fill the batch up take items, too: five of them two tiles.
-    assert needs._replace(tokens=3).room_in(shape) == ((126, 16), (62, 0))
-    assert needs._replace(tokens=3, work=((126, 16), (62, 0))).fit(shape)
-    assert not needs._replace(tokens=3, work=((127, 16), (62, 0))).fit(shape)
+    assert needs._replace(tokens=3).room_in(shape) == (126, 62)
+    assert needs._replace(tokens=3, work=(126, 62)).fit(shape)
+    assert not needs._replace(tokens=3, work=(127, 62)).fit(shape)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -118,7 +117,7 @@ mixtures = st.builds(
     block_m=st.sampled_from([16, 64]),
     scored=st.integers(0, 20),
     settles=st.booleans(),
-    work=st.tuples(st.tuples(st.integers(1, 900), st.integers(0, 60))),
+    work=st.tuples(st.integers(1, 900)),
     queries_per_tile=st.just(4),
 )
 
@@ -134,7 +133,7 @@ def test_every_step_gets_a_shape_that_its_work_fits_into(steps: list[Needs]) -> 
         assert needs.fit(least) and needs.fit(shape)
         assert shape == least or shape in graphs._captured
         assert shape == least or least not in graphs._captured
-        near = shape.tokens == least.tokens and shape.size[1] <= 4 * max(least.size[1], 48)
+        near = shape.tokens == least.tokens and shape.size[1] <= 4 * max(least.size[1], 32)
         filling[least] += 0 if near else max(shape.tokens - least.tokens, 1)
         if shape not in graphs._captured:
             graphs._captured[shape] = None  # type: ignore[assignment]
@@ -151,23 +150,22 @@ def test_every_step_gets_a_shape_that_its_work_fits_into(steps: list[Needs]) -> 
 
 def test_what_was_not_seen_before_makes_do_with_a_larger_shape_while_that_costs_less_than_a_capture() -> None:
     graphs = Graphs(enabled=True)
-    large = Needs(250, 16, 4, True, ((500, 20),), 4)
+    large = Needs(250, 16, 4, True, (500,), 4)
     assert graphs.shape_for(large, never) == large.least
     graphs._captured[large.least] = None  # type: ignore[assignment]
-    small = large._replace(tokens=40, work=((50, 3),))
+    small = large._replace(tokens=40, work=(50,))
     assert large.least.tokens - small.least.tokens == 256 - 64
     assert [graphs.shape_for(small, never) for _ in range(44)] == [large.least] * 43 + [small.least]  # 43 * 192 > 8192
-    much = large._replace(tokens=249, work=((50, 3),))  # as many tokens, far fewer items
+    much = large._replace(tokens=249, work=(50,))  # as many tokens, far fewer items
     assert [graphs.shape_for(much, never) for _ in range(513)] == [large.least] * 512 + [much.least]
-    more = large._replace(tokens=249, work=((600, 20),))  # more items than it has room for
+    more = large._replace(tokens=249, work=(600,))  # more items than it has room for
     assert [graphs.shape_for(more, lambda shape: True) for _ in range(513)] == [large.least] * 512 + [more.least]
 
 
 sizes = st.builds(
-    lambda tokens, items, merges: Needs(tokens, 16, 0, True, ((items, merges),), 4),
+    lambda tokens, items: Needs(tokens, 16, 0, True, (items,), 4),
     st.integers(1, 300),
     st.integers(1, 900),
-    st.integers(0, 60),
 )
 
 
@@ -180,30 +178,30 @@ def test_the_smallest_shape_that_does_is_taken_with_the_work_cut_if_need_be(
     graphs._captured.update((each.least, None) for each in captured)  # type: ignore[misc]
 
     def serves(shape: Shape) -> bool:
-        return needs.fit(shape) or (needs.fit_but_for_work(shape) and shape.work[0][0] >= most)
+        return needs.fit(shape) or (needs.fit_but_for_work(shape) and shape.work[0] >= most)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hf_aspire.graphs._is_near", lambda least, shape: False)
         patch.setattr("hf_aspire.graphs._PATIENCE", 0 if full else 8192)
         patch.setattr("hf_aspire.graphs.MOST_GRAPHS", len(graphs) if full else 96)
-        shape = graphs.shape_for(needs, lambda shape: shape.work[0][0] >= most)
+        shape = graphs.shape_for(needs, lambda shape: shape.work[0] >= most)
     serving = [each for each in graphs._captured if serves(each)]
     if needs.least in graphs._captured or not serving:
         assert shape == needs.least
     else:
-        assert shape == min(serving, key=lambda each: (each.tokens, sum(map(sum, each.work))))
+        assert shape == min(serving, key=lambda each: (each.tokens, sum(each.work)))
 
 
 def test_where_no_more_can_be_captured_what_was_captured_serves_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_aspire.graphs.MOST_GRAPHS", 1)
-    graphs, large = Graphs(enabled=True), Needs(250, 16, 4, True, ((500, 20),), 4)
+    graphs, large = Graphs(enabled=True), Needs(250, 16, 4, True, (500,), 4)
     graphs._captured[large.least] = None  # type: ignore[assignment]
-    small = large._replace(tokens=40, work=((50, 3),))
+    small = large._replace(tokens=40, work=(50,))
     assert {graphs.shape_for(small, never) for _ in range(100)} == {large.least}
 
 
 def test_a_shape_without_graphs_is_known_once_it_ran() -> None:
-    graphs, shape = Graphs(enabled=False), Shape(1, 16, 0, False, ((16, 0),))
+    graphs, shape = Graphs(enabled=False), Shape(1, 16, 0, False, (16,))
     assert not graphs.knows(shape)
     assert graphs.run(shape, lambda: "logits") == "logits"  # type: ignore[arg-type,return-value,comparison-overlap]
     assert graphs.knows(shape) and len(graphs) == 0

@@ -35,19 +35,19 @@ class Shape(NamedTuple):
         block_m: Rows of the kernel's tile.
         scored: Score slots.
         settles: Whether tokens are chosen and committed, too.
-        work: (items, merges) of every view.
+        work: Items of every view.
     """
 
     tokens: int
     block_m: int
     scored: int
     settles: bool
-    work: tuple[tuple[int, int], ...]
+    work: tuple[int, ...]
 
     @property
     def size(self) -> tuple[int, int]:
         """What orders shapes by what they cost."""
-        return self.tokens, self.scored + sum(items + merges for items, merges in self.work)
+        return self.tokens, self.scored + sum(self.work)
 
 
 class Needs(NamedTuple):
@@ -61,7 +61,7 @@ class Needs(NamedTuple):
     block_m: int
     scored: int
     settles: bool
-    work: tuple[tuple[int, int], ...]
+    work: tuple[int, ...]
     queries_per_tile: int
 
     @property
@@ -71,18 +71,18 @@ class Needs(NamedTuple):
         Two tokens at least: for a single one, torch would compile the layers once more, in the middle of a call.
         """
         tokens = bucket(self.tokens, least=128) if self.tokens > 128 else power(self.tokens, 2)
-        work = tuple((power(items, 64), power(merges, 16)) for items, merges in self.in_batch_of(tokens))
+        work = tuple(power(items, 64) for items in self.in_batch_of(tokens))
         return Shape(tokens, self.block_m, power(self.scored, 4, 4), self.settles, work)
 
-    def in_batch_of(self, tokens: int) -> tuple[tuple[int, int], ...]:
-        """(items, merges) of every view, with the items of the tokens that fill the batch up."""
+    def in_batch_of(self, tokens: int) -> tuple[int, ...]:
+        """Items of every view, with those of the tokens that fill the batch up."""
         filling = -(-(tokens - self.tokens) // self.queries_per_tile)
-        return tuple((items + filling, merges) for items, merges in self.work)
+        return tuple(items + filling for items in self.work)
 
-    def room_in(self, shape: Shape) -> tuple[tuple[int, int], ...]:
-        """(items, merges) of every view that a shape has for the step's own tokens."""
+    def room_in(self, shape: Shape) -> tuple[int, ...]:
+        """Items of every view that a shape has for the step's own tokens."""
         filling = -(-(shape.tokens - self.tokens) // self.queries_per_tile)
-        return tuple((items - filling, merges) for items, merges in shape.work)
+        return tuple(items - filling for items in shape.work)
 
     def fit_but_for_work(self, shape: Shape) -> bool:
         """Whether a forward of a shape can do the work, if that is cut so that it fits."""
@@ -92,10 +92,8 @@ class Needs(NamedTuple):
 
     def fit(self, shape: Shape) -> bool:
         """Whether a forward of a shape can do the work."""
-        return self.fit_but_for_work(shape) and all(
-            items <= most_items and merges <= most_merges
-            for (items, merges), (most_items, most_merges) in zip(self.work, self.room_in(shape), strict=True)
-        )
+        rooms = zip(self.work, self.room_in(shape), strict=True)
+        return self.fit_but_for_work(shape) and all(items <= room for items, room in rooms)
 
 
 @dataclass(frozen=True)
@@ -212,9 +210,7 @@ class Graphs(Captures[Shape]):
 
 def _is_near(least: Shape, shape: Shape) -> bool:
     """Whether a larger shape costs hardly more."""
-    pairs = [(least.scored, shape.scored)]
-    for less, more in zip(least.work, shape.work, strict=True):
-        pairs += zip(less, more, strict=True)
+    pairs = [(least.scored, shape.scored), *zip(least.work, shape.work, strict=True)]
     return least.tokens == shape.tokens and all(more <= _ROOM * max(less, 16) for less, more in pairs)
 
 

@@ -78,19 +78,18 @@ class StepTables:
         in_tiles = partial(backend.cut, tile=tile)
         cuts = [self._cuts.of(view, table, in_tiles) for view, (table, _) in enumerate(tables)]
         score_slots = max(0 if scored is None else len(scored) for _, scored in tables)
-        needed = tuple((cut.used_items, cut.used_merges) for cut in cuts)
-        needs = Needs(count, tile.block_m, score_slots, settles, needed, per_tile)
+        items = tuple(cut.used_items for cut in cuts)
+        needs = Needs(count, tile.block_m, score_slots, settles, items, per_tile)
         shape, cuts = self._fitted(needs, [table for table, _ in tables], cuts, tile)
 
         filling = shape.tokens - count
         parts = self._who(columns, filling, forced)
         unused, zeroing = self._filled_up(len(rows), count, filling, per_tile)
-        for (table, scored), cut, (items, merges) in zip(tables, cuts, shape.work, strict=True):
+        for (table, scored), cut, room in zip(tables, cuts, shape.work, strict=True):
             used = cut.items[: cut.used_items]
             parts += [
                 Part(table, self._state.filler + 2, unused),
-                Part(np.concatenate([used, zeroing]) if filling else used, items, -1),
-                Part(cut.merges[: cut.used_merges], merges, -1),
+                Part(np.concatenate([used, zeroing]) if filling else used, room, -1),
                 Part(np.zeros(0, dtype=np.int32) if scored is None else scored, shape.scored, -1),
             ]
         scored_views = tuple(scored is not None for _, scored in tables)
@@ -143,7 +142,7 @@ class StepTables:
         first = np.arange(0, filling, per_tile)
         items = np.zeros((len(first), work.ITEM_COLUMNS), dtype=np.int32)
         items[:, work.ITEM_ROW], items[:, work.ITEM_QUERY] = rows, first
-        items[:, work.ITEM_SLOT], items[:, work.ITEM_PIECES] = -1, 1
+        items[:, work.ITEM_PIECES], items[:, work.ITEM_SLOT] = 1, -1
         return row, items
 
     def fill(self, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -155,13 +154,12 @@ class StepTables:
         if plan.shape.scored:
             raw, scores = self._scores(plan.shape.scored, plan.tile)
         for index, key in enumerate(self._backend.view_keys):
-            table, items, merges, scored = parts[4 * index : 4 * index + 4]
+            table, items, scored = parts[3 * index : 3 * index + 3]
             is_scored = plan.scored_views[index]
             views[key] = View(
                 place_rows(table, owners, self._state.fields),
                 items,
-                merges if len(merges) else None,
-                self._partials(plan.shape.work[index][0], plan.shape.tokens if is_scored else 0, plan.tile),
+                self._partials(plan.shape.work[index], plan.shape.tokens if is_scored else 0, plan.tile),
                 scored if is_scored else None,
             )
         self._backend.use(Tables(places, views, self._lists.slots, raw, scores, plan.tile))
@@ -173,7 +171,7 @@ class StepTables:
             return
         self._backend.finish()
         scores = self._scores(plan.shape.scored, plan.tile)[1]
-        self._lists.renew(scores, plan.parts[5 + 4 * plan.scored_views.index(True)], plan.owners)
+        self._lists.renew(scores, plan.parts[4 + 3 * plan.scored_views.index(True)], plan.owners)
 
     def _partials(self, pieces: int, tokens: int, tile: Tile) -> Partials:
         key = (pieces, tokens, tile.block_m)

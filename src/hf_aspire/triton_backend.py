@@ -1,6 +1,6 @@
 """The Triton kernels as a backend.
 
-Every layer is a store, one attention launch and, where pieces or scores ask for them, a combine and a score launch.
+Every layer is a store, one attention launch and, where scores are wanted, a score launch.
 Long prompt chunks are read by a library's attention, all but their last queries (see `prompt_attention`).
 """
 
@@ -22,7 +22,6 @@ from .batch import MixedBatch
 from .cache import AspireCache, LayerSpec
 from .columns import RowColumns
 from .kernels import work
-from .kernels.combine import combine
 from .kernels.mixed_attention import Partials, mixed_attention
 from .kernels.reduce_scores import reduce_scores
 from .kernels.score_store import RawScores
@@ -58,14 +57,12 @@ class View:
     Attributes:
         rows: `[rows, ROW_COLUMNS]` int32.
         items: `[items, ITEM_COLUMNS]` int32.
-        merges: `[merges, MERGE_COLUMNS]` int32, or None where no tile is split.
         partials: Scratch of split tiles.
         scored_rows: `[score slots]` int32, the row of every slot or -1, or None without scores.
     """
 
     rows: Tensor
     items: Tensor
-    merges: Tensor | None
     partials: Partials
     scored_rows: Tensor | None
 
@@ -153,7 +150,6 @@ class TritonBackend:
             views[key] = View(
                 torch.from_numpy(rows).to(spec.device, non_blocking=True),
                 torch.from_numpy(planned.items).to(spec.device, non_blocking=True),
-                torch.from_numpy(planned.merges).to(spec.device, non_blocking=True) if planned.used_merges else None,
                 self.partials(planned.partials, scratch, tile),
                 torch.from_numpy(scored).to(spec.device, non_blocking=True) if scored is not None else None,
             )
@@ -192,8 +188,6 @@ class TritonBackend:
         for bulk in tables.bulks:
             states = (query, key, value)
             prompt_attention.attend(bulk, states, keys, values, cache.page_table, scaling, output)
-        if view.merges is not None:
-            combine(view.partials, view.rows, view.merges, output, self._group, tables.tile, raw)
         if raw is not None and view.scored_rows is not None and tables.scores is not None:
             scores = tables.scores[layer if self._policy.lists > 1 else 0]
             with self.sides.fork(Side.IDLE):  # beside the layer's output product
@@ -229,12 +223,13 @@ class TritonBackend:
         self,
         rows: work.Table,
         tile: Tile,
-        room: tuple[float, float] = (math.inf, math.inf),
+        room: float = math.inf,
         like: work.Work | None = None,
     ) -> work.Work:
         """A view's rows cut for this device; `room` and `like` as in `plan_work`."""
         slots = tile.slots(_multiprocessors(self._spec.device), self._spec.kv_heads)
-        return work.plan_work(rows, tile.queries(self._group), slots, tile.block_n, room=room, like=like)
+        per_tile = tile.queries(self._group)
+        return work.plan_work(rows, per_tile, self._group, slots, tile.block_n, room=room, like=like)
 
     def partials(self, count: int, tokens: int, tile: Tile) -> Partials:
         """Scratch for `count` pieces; `tokens` 0 where no row is scored."""

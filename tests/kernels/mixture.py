@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from hf_aspire.kernels import reference, work
-from hf_aspire.kernels.combine import combine
 from hf_aspire.kernels.mixed_attention import PLAIN, Partials, mixed_attention
 from hf_aspire.kernels.reduce_scores import reduce_scores
 from hf_aspire.kernels.reference import reduce_scores as mean_scores
@@ -115,22 +114,21 @@ class Mixture:
             weights.append(probability)
         return torch.cat(outputs), weights
 
-    def run(self, *, slots=8, tile=None, unit=1, variant=PLAIN, slack=0):
-        """Output and token scores `[score slots, units]` of the kernels."""
+    def run(self, *, slots=8, tile=None, unit=1, variant=PLAIN, slack=0, launches=1):
+        """Output and token scores `[score slots, units]` of the last of some launches on the same memory."""
         device, heads = self.query.device, self.query.shape[1]
         tokens, value_size = self.query.shape[0], self.values.shape[3]
         most = max(s.queries for s in self.specs)
         tile = tile or tile_for(most, self.group, max(self.query.shape[2], value_size), self.query.element_size())
         planned = self.table.copy()
         planned[:, [work.ROW_START, work.ROW_LENGTH]] += slack
-        plan = work.plan_work(planned, tile.queries(self.group), slots, tile.block_n, variant.window, slack)
+        sizes = tile.queries(self.group), self.group, slots, tile.block_n
+        plan = work.plan_work(planned, *sizes, variant.window, slack)
         self.plan, self.tile = plan, tile
-        rows, items, merges = (torch.from_numpy(t).to(device) for t in (self.table, plan.items, plan.merges))
+        rows, items = (torch.from_numpy(t).to(device) for t in (self.table, plan.items))
         output = torch.full((tokens, heads, value_size), torch.nan, dtype=self.query.dtype, device=device)
         shape = (heads, heads // self.group)
         partials = Partials.empty(plan.partials, tokens, shape, tile.block_m, value_size, device)
-        for scratch in (partials.output, partials.lse, partials.row_lse):
-            scratch.fill_(torch.nan)
         scored = [i for i, s in enumerate(self.specs) if s.scored]
         raw = scores = None
         if scored:
@@ -140,23 +138,14 @@ class Mixture:
             garbage = torch.tensor([-1, 0x7F7FFFFF, 0x7F800000], dtype=torch.int32)  # as floats NaN, huge, inf
             raw.pieces.view(-1)[:] = garbage[torch.arange(raw.pieces.numel()) % 3].to(device)
             scores = torch.full((len(scored), -(-longest // unit)), -1.0, device=device)
-        mixed_attention(
-            self.query,
-            self.keys,
-            self.values,
-            self.page_table,
-            self.lists,
-            rows,
-            items,
-            output,
-            partials,
-            raw,
-            self.scaling,
-            tile,
-            variant,
-        )
-        if plan.used_merges:
-            combine(partials, rows, merges, output, self.group, tile, raw, variant)
+        tables = self.page_table, self.lists, rows, items
+        for _ in range(launches):
+            for scratch in (partials.output, partials.lse, partials.row_lse, output):
+                scratch.fill_(torch.nan)
+            mixed_attention(
+                self.query, self.keys, self.values, *tables, output, partials, raw, self.scaling, tile, variant
+            )
+            assert not partials.arrived.any(), "as the next launch needs it"
         if scored:
             slots = torch.tensor(scored, dtype=torch.int32, device=device)
             reduce_scores(raw, partials.row_lse, rows, slots, scores, unit, variant.window)

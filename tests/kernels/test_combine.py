@@ -28,7 +28,7 @@ def check(mixture, variant=PLAIN, unit=1, **options):
 def test_scores_equal_the_softmax_weights(unit, slots, device):
     mixture = Mixture(STEP, device)
     check(mixture, unit=unit, slots=slots, tile=small_tile(64))
-    assert (mixture.plan.used_merges > 0) == (slots > 1)
+    assert (mixture.plan.partials > 0) == (slots > 1)
 
 
 @pytest.mark.parametrize("group", [1, 3, 4])

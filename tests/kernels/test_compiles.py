@@ -17,4 +17,4 @@ def test_kernels_compile_for_hopper(what, tmp_path):
     script = Path(__file__).with_name("compile_kernels.py")
     done = subprocess.run([sys.executable, script, *what], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[0]) >= 15  # kernels
+    assert int(done.stdout.split()[0]) >= 13  # kernels

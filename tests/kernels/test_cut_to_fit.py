@@ -13,18 +13,18 @@ from hf_aspire.kernels.work import Size, Work
 from hf_aspire.step_tables import StepTables
 
 TILE = Tile(16, 64, 2, 2)
-SMALL = Shape(64, 16, 0, True, ((64, 16), (64, 16)))
+SMALL = Shape(64, 16, 0, True, (64, 64))
 
 
 def work(items: int, time: float) -> Work:
-    return Work(np.zeros((items, 8), np.int32), np.zeros((0, 4), np.int32), 0, items, 0, Size(1.0, 100, time))
+    return Work(np.zeros((items, 8), np.int32), 0, items, items, Size(1.0, 100, time))
 
 
 class Cuts:
     """Tables are numbers here: how much longer the work of a view takes where it is cut to fit."""
 
-    def cut(self, longer: float, tile: Tile, room: tuple[float, float]) -> Work:
-        return work(int(room[0]), 100.0 * longer)
+    def cut(self, longer: float, tile: Tile, room: float) -> Work:
+        return work(int(room), 100.0 * longer)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_all_views_must_take_hardly_longer(longer: tuple[float, float], cut: boo
     tables._backend, tables._graphs = Cuts(), Graphs(enabled=True)  # type: ignore[assignment]
     tables._graphs._captured[SMALL] = None  # type: ignore[assignment]
     best = [work(65, 100.0), work(65, 100.0)]
-    needs = Needs(64, 16, 0, True, ((65, 0), (65, 0)), 4)
+    needs = Needs(64, 16, 0, True, (65, 65), 4)
     shape, cuts = tables._fitted(needs, longer, best, TILE)  # type: ignore[arg-type]
     assert shape == (SMALL if cut else needs.least)
     assert [each.used_items for each in cuts] == ([64, 64] if cut else [65, 65])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from kernels.mixture import TOLERANCE, Mixture, RowSpec, distance, small_tile
 
+from hf_aspire.kernels import work
 from hf_aspire.kernels.mixed_attention import Variant
 
 INTERPRETED = not torch.cuda.is_available()
@@ -32,7 +33,7 @@ def test_ragged_rows_in_one_launch(dtype, slots, device):
     mixture = Mixture(STEP, device, dtype=dtype)
     check(mixture, slots=slots)
     check(mixture, slots=slots, tile=small_tile(32))
-    assert (mixture.plan.used_merges > 0) == (slots > 1)
+    assert (mixture.plan.partials > 0) == (slots > 1)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +90,15 @@ def test_variants(variant, slots, device):
 def test_short_rows_take_a_small_tile_beside_long_ones(device):
     """16 queries of a group of 4 fill 64 rows of a tile; one-query rows run in the same launch with 16."""
     check(Mixture(STEP, device, dtype=torch.float16), tile=small_tile(64), slots=12)
+
+
+def test_mergers_wait_for_more_pieces_than_run_at_a_time(device):
+    """Whoever waits takes a place on the GPU. Launches follow each other on the same counters."""
+    rows, context, heads = (2, 150, 1) if INTERPRETED else (24, 4000, 8)
+    mixture = Mixture([RowSpec(16, context)] * rows, device, size=64, group=4, kv_heads=heads, dtype=torch.float16)
+    check(mixture, slots=rows * context // 16, launches=2 if INTERPRETED else 20)
+    assert mixture.plan.pieces >= (4 if INTERPRETED else 700)
+    assert mixture.plan.used_items - mixture.plan.pieces == rows * 64 // work.MERGED_ROWS
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU's memory and speed")

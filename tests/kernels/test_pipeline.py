@@ -215,7 +215,7 @@ def test_work_that_is_cut_to_fit_a_graph_gives_plains_text(
     def squeeze(self: Graphs, needs: Needs, cuttable: Callable[[Shape], bool]) -> Shape:
         """A shape with room for an item less than needed, if that can be."""
         tokens = needs.least.tokens
-        less = tuple((items - 1, merges) for items, merges in needs.in_batch_of(tokens))
+        less = tuple(items - 1 for items in needs.in_batch_of(tokens))
         shape = needs.least._replace(work=less)
         if not cuttable(shape):
             return needs.least

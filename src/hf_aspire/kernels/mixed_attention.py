@@ -43,11 +43,13 @@ class Partials:
     Attributes:
         output: `[partials, Hkv, block_m, Dv]` float32, each normalised by its own sum.
         lse: `[partials, Hkv, block_m]` float32, log2-sum-exp2 of each piece.
+        arrived: `[partials, Hkv]` int32, of every tile at its first piece: pieces that are there. 0 between launches.
         row_lse: `[T, Hq]` float32, final log2-sum-exp2 of scored rows.
     """
 
     output: Tensor
     lse: Tensor
+    arrived: Tensor
     row_lse: Tensor
 
     @classmethod
@@ -59,6 +61,7 @@ class Partials:
         return cls(
             torch.empty(partials, kv_heads, block_m, value_size, dtype=torch.float32, device=device),
             torch.empty(partials, kv_heads, block_m, dtype=torch.float32, device=device),
+            torch.zeros(partials, kv_heads, dtype=torch.int32, device=device),
             torch.empty(tokens, query_heads, dtype=torch.float32, device=device),
         )
 
@@ -78,7 +81,7 @@ def mixed_attention(
     tile: Tile,
     variant: Variant = PLAIN,
 ) -> None:
-    """Attends all rows; tiles of several pieces still have to go through `combine`.
+    """Attends all rows.
 
     Args:
         query: `[T, Hq, D]`, any strides with contiguous elements.
@@ -118,6 +121,7 @@ def mixed_attention(
         output,
         partials.output,
         partials.lse,
+        partials.arrived,
         partials.row_lse,
         partials.lse if raw_scores is None else raw_scores.pieces,  # not used without scores
         variant.sinks if variant.sinks is not None else partials.lse,

@@ -6,17 +6,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import work
 from .score_store import RawScores, decode, discard, in_order
-from .table_entry import entry
-
-_ROW_TOKEN = tl.constexpr(work.ROW_TOKEN)
-_ROW_START = tl.constexpr(work.ROW_START)
-_ROW_LENGTH = tl.constexpr(work.ROW_LENGTH)
-_ROW_SCORE_FIRST = tl.constexpr(work.ROW_SCORE_FIRST)
-_ROW_SCORE_STEP = tl.constexpr(work.ROW_SCORE_STEP)
-_ROW_SCORE_COUNT = tl.constexpr(work.ROW_SCORE_COUNT)
-_ROW_COLUMNS = tl.constexpr(work.ROW_COLUMNS)
+from .table_entry import (
+    ROW_COLUMNS,
+    ROW_LENGTH,
+    ROW_SCORE_COUNT,
+    ROW_SCORE_FIRST,
+    ROW_SCORE_STEP,
+    ROW_START,
+    ROW_TOKEN,
+    entry,
+)
 
 _FEWEST = 16
 """Codes of a line per program, at least: a kernel's block of tokens, or two of them where units are summed. With 64,
@@ -103,8 +103,8 @@ def _score_kernel(
     row_index = entry(scored_rows + slot)
     if row_index < 0:
         return
-    row = rows + row_index * _ROW_COLUMNS
-    length = entry(row + _ROW_LENGTH)
+    row = rows + row_index * ROW_COLUMNS
+    length = entry(row + ROW_LENGTH)
     first = tl.program_id(0) * (PLACES * STORED)
     if first >= length:
         return
@@ -115,11 +115,11 @@ def _score_kernel(
     word = tl.arange(0, BLOCKS * WORDS)
     i_word = word // WORDS * block_stride + word % WORDS
     there = first_block + word // WORDS < blocks
-    count = entry(row + _ROW_SCORE_COUNT)
-    step = entry(row + _ROW_SCORE_STEP)
-    query = entry(row + _ROW_SCORE_FIRST)
-    start = entry(row + _ROW_START)
-    row_lse += entry(row + _ROW_TOKEN).to(tl.int64) * HEADS
+    count = entry(row + ROW_SCORE_COUNT)
+    step = entry(row + ROW_SCORE_STEP)
+    query = entry(row + ROW_SCORE_FIRST)
+    start = entry(row + ROW_START)
+    row_lse += entry(row + ROW_TOKEN).to(tl.int64) * HEADS
     score = tl.zeros((BLOCKS * WORDS, 2, 2, 2), tl.float32)
     for first_line in tl.static_range(0, LINES, LINE_BLOCK):
         line = first_line + tl.arange(0, LINE_BLOCK)

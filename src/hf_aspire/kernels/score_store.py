@@ -26,11 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import work
-from .table_entry import entry
-
-_ROW_SCORE_STEP = tl.constexpr(work.ROW_SCORE_STEP)
-_ROW_SCORE_COUNT = tl.constexpr(work.ROW_SCORE_COUNT)
+from .table_entry import ROW_SCORE_COUNT, ROW_SCORE_STEP, entry
 
 _SUMMED = 8
 """Tokens whose weights the pass adds up where scores are of that many or more: they are in one warp's registers."""
@@ -116,9 +112,9 @@ def tile_query(
     """
     place = m // GROUP
     if FEW:
-        other = entry(row + _ROW_SCORE_STEP) - first  # 1 where a row has one scored query, or none
+        other = entry(row + ROW_SCORE_STEP) - first  # 1 where a row has one scored query, or none
         front = tl.where(first == 0, 1, 0)
-        there = (other >= front) & (other < BLOCK_M // GROUP) & (entry(row + _ROW_SCORE_COUNT) == 2)
+        there = (other >= front) & (other < BLOCK_M // GROUP) & (entry(row + ROW_SCORE_COUNT) == 2)
         swapped = tl.where(place == front, other, tl.where(place == other, front, place))
         place = tl.where(there, swapped, place)
     return first + place

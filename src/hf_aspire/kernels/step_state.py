@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import work
+from .table_entry import ROW_COLUMNS, ROW_LENGTH, ROW_LISTED, ROW_QUERIES, ROW_START
 
 
 class Field(IntEnum):
@@ -44,9 +44,6 @@ _POSITION, _CAPACITY = tl.constexpr(int(Field.POSITION)), tl.constexpr(int(Field
 _TOP, _TAIL, _FIELDS = tl.constexpr(int(Field.TOP)), tl.constexpr(int(Field.TAIL)), tl.constexpr(len(Field))
 _AHEAD, _FIRST, _DRAFTS = (tl.constexpr(int(owner)) for owner in (Owner.AHEAD, Owner.FIRST, Owner.DRAFTS))
 _OWNER_COLUMNS = tl.constexpr(len(Owner))
-_ROW_QUERIES, _ROW_START = tl.constexpr(work.ROW_QUERIES), tl.constexpr(work.ROW_START)
-_ROW_LENGTH, _ROW_LISTED = tl.constexpr(work.ROW_LENGTH), tl.constexpr(work.ROW_LISTED)
-_ROW_COLUMNS = tl.constexpr(work.ROW_COLUMNS)
 _BLOCK = 64
 
 
@@ -184,18 +181,18 @@ def _rows_kernel(
     owner = owners + row * _OWNER_COLUMNS
     field = fields + tl.load(owner, mask=valid, other=0).to(tl.int64) * _FIELDS
     start = tl.load(field + _LENGTH) + tl.load(owner + _AHEAD, mask=valid, other=0)
-    queries = tl.load(table + row * _ROW_COLUMNS + _ROW_QUERIES, mask=valid, other=0)
+    queries = tl.load(table + row * ROW_COLUMNS + ROW_QUERIES, mask=valid, other=0)
     length = tl.minimum(start + queries, tl.load(field + _CAPACITY))
-    listed = tl.load(table + row * _ROW_COLUMNS + _ROW_LISTED, mask=valid, other=0) > 0
+    listed = tl.load(table + row * ROW_COLUMNS + ROW_LISTED, mask=valid, other=0) > 0
     length = tl.where(listed, tl.load(field + _TOP) + length - tl.load(field + _TAIL), length)
     start = tl.where(listed, length - 1, start)
 
     column = tl.arange(0, 16)
-    mask = valid[:, None] & (column < _ROW_COLUMNS)[None, :]
-    place = (row * _ROW_COLUMNS)[:, None] + column[None, :]
+    mask = valid[:, None] & (column < ROW_COLUMNS)[None, :]
+    place = (row * ROW_COLUMNS)[:, None] + column[None, :]
     entries = tl.load(table + place, mask=mask, other=0)
-    entries = tl.where((column == _ROW_START)[None, :], start.to(tl.int32)[:, None], entries)
-    entries = tl.where((column == _ROW_LENGTH)[None, :], length.to(tl.int32)[:, None], entries)
+    entries = tl.where((column == ROW_START)[None, :], start.to(tl.int32)[:, None], entries)
+    entries = tl.where((column == ROW_LENGTH)[None, :], length.to(tl.int32)[:, None], entries)
     tl.store(placed + place, entries, mask=mask)
 
 

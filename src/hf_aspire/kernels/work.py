@@ -2,7 +2,8 @@
 
 A *row* is n queries over one context. Its queries are tiled so that the heads of a group times the queries of a tile
 fit the matrix tile of the kernel; each tile's context is cut into pieces. One *item* is one piece of one tile, and the
-kernel's grid is (KV heads, items). Items, rows and merges are int32 tables whose columns are named here.
+kernel's grid is (KV heads, items). Items behind all pieces merge the tiles that were cut (see `combine`). Items and
+rows are int32 tables whose columns are named here.
 """
 
 from __future__ import annotations
@@ -36,27 +37,27 @@ ITEM_ROW = 0  # row, or -1: nothing to do
 ITEM_QUERY = 1  # first query of the tile
 ITEM_BEGIN = 2  # first context token of the piece
 ITEM_END = 3  # token behind its last one, an upper bound: the kernel clips it to the row's length
-ITEM_SLOT = 4  # where its partial result goes
+ITEM_INDEX = 4  # which of the tile's pieces it is; or which of its mergers
 ITEM_PIECES = 5  # pieces of the tile; 1: the item writes the output itself
+ITEM_SLOT = 6  # where the tile's first partial result goes, the others behind it; -1: a single piece
+ITEM_MERGERS = 7  # 0: a piece; else a merger, one of so many of the tile
 ITEM_COLUMNS = 8
 
-# Columns of the merge table: one entry per tile of more than one piece.
-MERGE_ROW = 0  # row, or -1: nothing to do
-MERGE_QUERY = 1  # first query of the tile
-MERGE_SLOT = 2  # first partial result
-MERGE_PIECES = 3
-MERGE_COLUMNS = 4
-
+MERGED_ROWS = 8
+"""Rows of a tile (heads of a group times queries) per merger: many small programs hide the latency of reading the
+pieces."""
 
 # Costs in tokens that a program reads in the same time while all slots are taken: about 32 per microsecond with two
-# programs on each of the 132 multiprocessors of an H200. Fitted there to 41 cuts of mixed steps and full rows of 8k to
-# 96k tokens, 2026-11-29: 2.6 % from what was measured on average, 11 % at most, up to a factor for every mixture.
-_ITEM_COST = 96  # start of a program until its pipeline is full
-_MERGE_COST = 96  # the launch that merges pieces
+# programs on each of the 132 multiprocessors of an H200. Fitted there to 149 cuts of 17 batches (mixed steps, lists,
+# full rows of 4k to 96k tokens), 2026-12-01: 3.6 % from what was measured on average, up to a factor for every batch.
+# The sizes that are chosen take 0.6 % longer than the best that was tried on average, 3.8 % at most.
+_ITEM_COST = 48  # start of a program until its pipeline is full
+_ROW_COST = 5  # a row of a piece's result, which is written and read again
+_MERGE_COST = 48  # merging pieces
 _PIECE_COST = 4  # its time per piece
 # Programs share the memory's bandwidth: with a share of the slots taken they read faster by share ** -_FASTER.
-_FASTER = 0.7
-_FASTEST = 2.0
+_FASTER = 0.8
+_FASTEST = 1.8
 _CUTS = (2.0, 1.5, 1.33, 1.2, 1.05, 1.0, 0.75, 0.6, 0.45, 0.33, 0.25)
 """Sizes of a piece that are tried, in shares of a slot, descending."""
 _ALIKE = 0.02
@@ -79,22 +80,20 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """What one launch does, and how its tiles are merged.
+    """What one launch does.
 
     Attributes:
-        items: `[bucket, ITEM_COLUMNS]`, longest pieces first, unused entries with row -1.
-        merges: `[bucket, MERGE_COLUMNS]`, unused entries with row -1.
+        items: `[bucket, ITEM_COLUMNS]`, pieces, longest first, then mergers, then unused entries with row -1.
         partials: Slots of partial results, padded to a bucket.
         used_items: Items that hold work.
-        used_merges: Tiles of more than one piece.
-        size: How large its pieces are.
+        pieces: Those that are pieces.
+        size: How large the pieces are.
     """
 
     items: Table
-    merges: Table
     partials: int
     used_items: int
-    used_merges: int
+    pieces: int
     size: Size
 
 
@@ -156,11 +155,12 @@ def ask_scores(rows: Table, which: NDArray[np.int64], slots: NDArray[np.int64], 
 def plan_work(
     rows: Table,
     queries_per_tile: int,
+    group: int,
     slots: int,
     block: int,
     window: int = 0,
     slack: int = 0,
-    room: tuple[float, float] = (math.inf, math.inf),
+    room: float = math.inf,
     like: Work | None = None,
 ) -> Work:
     """Cuts rows into pieces of equal work.
@@ -168,46 +168,60 @@ def plan_work(
     Args:
         rows: Row table; starts and lengths may be upper bounds of what the device will find.
         queries_per_tile: Queries that share one pass over the context.
+        group: Query heads per KV head.
         slots: Items that run at a time (see `Tile.slots`).
         block: Context tokens that the kernel reads at a time; pieces are multiples of it.
         window: Tokens that a query sees, itself included; 0: all. Lists have no window.
         slack: By how much a start may exceed the true one.
-        room: Items and merges to keep to; where no cut that is tried does, the result has more, and no end in time.
-        like: Work of a step before. No other size is tried where pieces of that one's are as many as they were, and
-            all tiles are about as long together as when it was chosen.
+        room: Items to keep to; where no cut that is tried does, the result has more, and no end in time.
+        like: Work of a step before. No other size is tried where pieces and mergers of that one's are as many as they
+            were, and all tiles are about as long together as when it was chosen.
 
     Returns:
-        The work; where every piece covers its tile, no merges.
+        The work; where every piece covers its tile, no mergers.
     """
     row, first, begin, end = _tiles(rows, queries_per_tile, block, window, slack)
     work = np.maximum(end - begin, 1)
-    size, pieces = _size_of(like, work, slots, block) or _best_size(work, slots, block, room)
-    merged = pieces > 1
-    partials = np.where(merged, pieces, 0).cumsum()
-    slot_of = np.where(merged, partials - pieces, -1)
+    # Of a tile that is cut.
+    mergers = -(-np.minimum(queries_per_tile, rows[row, ROW_QUERIES] - first) * group // MERGED_ROWS)
+    size, pieces = _size_of(like, work, mergers, slots, block) or _best_size(work, mergers, slots, block, room)
+    split = pieces > 1
+    ends = np.where(split, pieces, 0).cumsum()
+    slot = np.where(split, ends - pieces, -1)
 
-    tile = np.arange(len(row)).repeat(pieces)
-    index = np.arange(len(tile)) - (pieces.cumsum() - pieces)[tile]
-    blocks, split, start = -(-work // block)[tile], pieces[tile], begin[tile]
-    low = start + blocks * index // split * block
-    high = np.minimum(start + blocks * (index + 1) // split * block, end[tile])
-    columns = np.array([row[tile], first[tile], low, high, slot_of[tile] + index, split])
-    items = _padded(columns.take((low - high).argsort(kind="stable"), 1).T, ITEM_COLUMNS)
+    tile, index = _repeated(pieces)
+    blocks, of, start = -(-work // block)[tile], pieces[tile], begin[tile]
+    low = start + blocks * index // of * block
+    high = np.minimum(start + blocks * (index + 1) // of * block, end[tile])
+    columns = np.array([row[tile], first[tile], low, high, index, of, slot[tile], 0 * tile])
+    items, count = columns.take((low - high).argsort(kind="stable"), 1), len(tile)
+    if split.any():
+        tile, index = _repeated(np.where(split, mergers, 0))
+        none = 0 * tile
+        merging = [row[tile], first[tile], none, none, index, pieces[tile], slot[tile], mergers[tile]]
+        items = np.concatenate([items, merging], 1)
+    used = items.shape[1]
+    table = np.full((bucket(used), ITEM_COLUMNS), -1, dtype=np.int32)
+    table[:used] = items.T
+    return Work(table, bucket(int(ends[-1])) if split.any() else 0, used, count, size)
 
-    merges = _padded(np.array([row, first, slot_of, pieces]).T[merged], MERGE_COLUMNS)
-    used = int(merged.sum())
-    return Work(items, merges, bucket(int(partials[-1])) if used else 0, len(tile), used, size)
+
+def _repeated(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Every index as often as it counts, and how often it was there before."""
+    index = np.arange(len(counts)).repeat(counts)
+    return index, np.arange(len(index)) - (counts.cumsum() - counts)[index]
 
 
 def _size_of(
-    like: Work | None, work: NDArray[np.int64], slots: int, block: int
+    like: Work | None, work: NDArray[np.int64], mergers: NDArray[np.int64], slots: int, block: int
 ) -> tuple[Size, NDArray[np.int64]] | None:
     """The size of other work and the pieces per tile that it gives, or None where that is not alike."""
     total = int(work.sum())
     if like is None or abs(total - like.size.total) > _ALIKE * like.size.total:
         return None
     pieces = -(-work // _tokens_of(like.size.share, total, slots, block))
-    same = int(pieces.sum()) == like.used_items and np.count_nonzero(pieces > 1) == like.used_merges
+    count = int(pieces.sum())
+    same = count == like.pieces and count + int(mergers[pieces > 1].sum()) == like.used_items
     return (like.size, pieces) if same else None
 
 
@@ -217,12 +231,14 @@ def _tokens_of(share: float, total: int, slots: int, block: int) -> int:
 
 
 def _best_size(
-    work: NDArray[np.int64], slots: int, block: int, room: tuple[float, float]
+    work: NDArray[np.int64], mergers: NDArray[np.int64], slots: int, block: int, room: float
 ) -> tuple[Size, NDArray[np.int64]]:
     """The size whose longest-first schedule ends first, and the pieces per tile."""
     total = int(work.sum())
     cuts = -(-work // np.array([_tokens_of(share, total, slots, block) for share in _CUTS])[:, None])
-    counts, merges, most = cuts.sum(1).tolist(), np.count_nonzero(cuts > 1, 1).tolist(), cuts.max(1).tolist()
+    split, rows = cuts > 1, MERGED_ROWS * mergers
+    counts, merging, most = cuts.sum(1).tolist(), (split @ mergers).tolist(), cuts.max(1).tolist()
+    costs = (_ITEM_COST * cuts.sum(1) + _ROW_COST * ((split * cuts) @ rows)).tolist()
     taken = np.arange(slots, 0, -1)  # slots that are, before each end
     speed = np.minimum((slots / taken) ** _FASTER, _FASTEST)
     shortest, best, tried = math.inf, 0, 0
@@ -230,22 +246,22 @@ def _best_size(
         if count == tried:  # no tile has fewer pieces than before, so each has as many
             continue
         tried = count
-        if count > room[0] or merges[index] > room[1]:
+        if count + merging[index] > room:
             break
-        merging = _MERGE_COST + _PIECE_COST * most[index] if merges[index] else 0
-        if total / slots + _ITEM_COST * count / slots + merging > shortest:
+        merge = _MERGE_COST + _PIECE_COST * most[index] if merging[index] else 0
+        if (total + costs[index]) / slots + merge > shortest:
             break  # even if all slots were taken to the end; smaller pieces would take longer still
-        ends = _ends(work, cuts[index], slots)
+        pieces = cuts[index]
+        ends = _ends((work / pieces + _ITEM_COST + _ROW_COST * split[index] * rows).repeat(pieces), slots)
         ends[1:] -= ends[:-1]  # from each end to the next
-        duration = float((ends / speed).sum()) + merging
+        duration = float((ends / speed).sum()) + merge
         if duration < shortest:
             shortest, best = duration, index
     return Size(_CUTS[best], total, shortest), cuts[best]
 
 
-def _ends(work: NDArray[np.int64], pieces: NDArray[np.int64], slots: int) -> NDArray[np.float64]:
+def _ends(lengths: NDArray[np.float64], slots: int) -> NDArray[np.float64]:
     """When each of `slots` workers ends, ascending, if all read as fast and each takes the longest piece left."""
-    lengths = (work / pieces + _ITEM_COST).repeat(pieces)
     lengths.sort()
     waiting = len(lengths) - slots
     if waiting <= 0:
@@ -282,9 +298,3 @@ def _tiles(
         low = np.maximum(0, start - slack + first - window + 1) // block * block
         begin = np.where(rows[row, ROW_LISTED] > 0, 0, np.minimum(low, end))
     return row, first, begin, end
-
-
-def _padded(entries: NDArray[np.int64], columns: int) -> Table:
-    table = np.full((bucket(len(entries)), columns), -1, dtype=np.int32)
-    table[: len(entries), : entries.shape[1]] = entries
-    return table
