@@ -86,14 +86,15 @@ def merge_pieces(
     tl.debug_barrier()  # one thread has looked for all
 
     # The maximum first: the sum then has no chain from piece to piece, and many loads are on their way at a time.
-    maximum = tl.full((_ROWS,), float("-inf"), tl.float32)
-    if SINKS:
-        maximum = tl.load(sinks + i_head, mask=used, other=float("-inf")) * _LOG2E
     index = tl.arange(0, _LOOKED)
+    looked = tl.full((_ROWS, _LOOKED), float("-inf"), tl.float32)
     for first in range(0, pieces, _LOOKED):
         i_lse = ((slot + first + index[None, :]) * KV_HEADS + head) * BLOCK_M + m[:, None]
         wanted = used[:, None] & (first + index[None, :] < pieces)
-        maximum = tl.maximum(maximum, tl.max(tl.load(partial_lse + i_lse, mask=wanted, other=float("-inf")), 1))
+        looked = tl.maximum(looked, tl.load(partial_lse + i_lse, mask=wanted, other=float("-inf")))
+    maximum = tl.max(looked, 1)
+    if SINKS:
+        maximum = tl.maximum(maximum, tl.load(sinks + i_head, mask=used, other=float("-inf")) * _LOG2E)
     base = tl.where(maximum == float("-inf"), 0.0, maximum)  # no piece held a token
     total = tl.zeros((_ROWS,), tl.float32)
     if SINKS:
