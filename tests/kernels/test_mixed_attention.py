@@ -92,6 +92,18 @@ def test_short_rows_take_a_small_tile_beside_long_ones(device):
     check(Mixture(STEP, device, dtype=torch.float16), tile=small_tile(64), slots=12)
 
 
+@pytest.mark.parametrize("token", [0, 699])
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 6, 4)], ids=["plain", "sinks"])
+def test_a_row_of_more_pieces_than_are_read_at_a_time(token, sinks, device):
+    """In the first of them, or the last, is a logit beside which all others' exponentials overflow."""
+    variant = Variant(sinks=None if sinks is None else sinks.to(device))
+    mixture = Mixture([RowSpec(1, 700, scored=(0,))], device, kv_heads=1)
+    page = int(mixture.page_table[0, token // 16])
+    mixture.keys[page, :, token % 16] = mixture.query[0].mean(0) * 100
+    check(mixture, slots=60, tile=small_tile(), variant=variant)
+    assert mixture.plan.pieces > 16
+
+
 def test_mergers_wait_for_more_pieces_than_run_at_a_time(device):
     """Whoever waits takes a place on the GPU. Launches follow each other on the same counters."""
     rows, context, heads = (2, 150, 1) if INTERPRETED else (24, 4000, 8)
