@@ -148,6 +148,18 @@ def _kept(tile: tl.tensor, BLOCK_M: tl.constexpr, N: tl.constexpr, FEW: tl.const
 
 
 @triton.jit
+def _kept_numbers(numbers: tl.tensor, BLOCK_M: tl.constexpr, FEW: tl.constexpr) -> tl.tensor:
+    """Of `[BLOCK_M]` those of the kept rows; as a tile of one column, each would be stored up to 16 times."""
+    if FEW:
+        numbers, _ = tl.split(tl.permute(tl.reshape(numbers, (BLOCK_M // 16, 2, 8)), (0, 2, 1)))
+        if BLOCK_M == 32:
+            numbers, _ = tl.split(tl.permute(numbers, (1, 0)))
+        else:
+            numbers = tl.reshape(numbers, (BLOCK_M // 2,))
+    return numbers
+
+
+@triton.jit
 def _encode(weights: tl.tensor) -> tl.tensor:
     """Weights of 0 to _TOP as numbers from 0 to 15 (NaN: any, which spoils codes of the same row beside it)."""
     return (weights.to(tl.int32, bitcast=True) + _HALF) >> _BITS
@@ -233,16 +245,17 @@ def store_scores(
     # Indices are relative to the block: reusing the loop's token numbers would move them between layouts every time.
     ROWS: tl.constexpr = BLOCK_M if not FEW else 8 if BLOCK_M <= 32 else BLOCK_M // 2
     STORES: tl.constexpr = BLOCK_N // 4 if UNIT == 1 else BLOCK_N // UNIT // 2
+    weights = _kept(weights, BLOCK_M, BLOCK_N, FEW)
+    base = _kept_numbers(base, BLOCK_M, FEW)
+    peak = _kept_numbers(peak, BLOCK_M, FEW)
     scale = tl.exp2(tl.minimum(base - peak, 126.0)) * (_TOP / UNIT)  # bounded, for weights that are all 0
-    weights = _kept(weights * scale[:, None], BLOCK_M, BLOCK_N, FEW)
-    peak = tl.reshape(_kept(peak[:, None], BLOCK_M, 1, FEW), (ROWS,))
     if UNIT > 1:
-        sums = tl.sum(tl.reshape(weights, (ROWS, BLOCK_N // UNIT, UNIT)), 2)
+        sums = tl.sum(tl.reshape(weights, (ROWS, BLOCK_N // UNIT, UNIT)), 2) * scale[:, None]
         a, b = tl.split(tl.permute(tl.reshape(sums, (ROWS, 2, STORES)), (0, 2, 1)))
         codes = _encode(a) + _encode(b) * 16
         pointer = piece.to(tl.pointer_type(tl.uint8), bitcast=True)
     else:
-        even, odd = tl.split(tl.reshape(weights, (ROWS, 2, STORES, 2)))
+        even, odd = tl.split(tl.reshape(weights * scale[:, None], (ROWS, 2, STORES, 2)))
         a, c = tl.split(tl.permute(even, (0, 2, 1)))
         b, d = tl.split(tl.permute(odd, (0, 2, 1)))
         codes = _encode(a) + _encode(b) * 16 + _encode(c) * 256 + _encode(d) * 4096
