@@ -10,7 +10,7 @@ import torch
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels")
-@pytest.mark.parametrize(("what", "kernels"), [("attention 64", 13), ("attention 128", 13), ("others", 18)])
+@pytest.mark.parametrize(("what", "kernels"), [("attention 64", 13), ("attention 128", 10), ("others", 18)])
 def test_kernels_compile_for_hopper(what, kernels, tmp_path):
     changed = {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | changed

@@ -33,22 +33,22 @@ class Tile:
         return max(1, self.resident * multiprocessors // kv_heads)
 
 
-# H200, torch 2.11, triton 3.6, bf16, heads 32 / 8 of 128, 2026-11-29: `benchmarks/bench_attention.py --sweep`.
-# Shares of copy bandwidth: verify B 32 x 16k with 1 query 103 %, with 8 queries 103 %; B 4 x 32k 94 %; 28 drafts
-# beside 4 verify rows x 8 queries 90 %; 64 rows of 1024 listed tokens 91 %; 30 drafts beside 2 rows x 16 82 %.
-_TILES = {
-    16: Tile(16, 64, 2, 2, resident=4),  # three stages: 80 % on short lists, whose pipeline fills slower
-    32: Tile(32, 64, 4, 3),
-    64: Tile(64, 64, 4, 3),
-}
+# H200, torch 2.11, triton 3.6, bf16, heads 32 / 8 of 128: `benchmarks/bench_attention.py --sweep`, and 2026-12-01 by
+# turns. 32 rows take a tile of 64: of that many, warps share no rows, and meet twice per block instead of six times.
+# Eight queries of 32 x 16k took 490 us in place of 489 to 508, with scores of every token 522 to 526 in place of 526
+# to 553.
+_TILES = (
+    Tile(16, 64, 2, 2, resident=4),  # three stages: 80 % on short lists, whose pipeline fills slower
+    Tile(64, 64, 4, 3),
+)
 # The same for heads of up to 64, whose blocks hold half the bytes (32 / 8 and 9 / 3 heads of 64, 2026-11-30, scores
 # included where rows verify). Share of copy bandwidth with the tiles above and these: 64 rows x 7k, 1 query, 102 to
 # 101 % and 77 to 93 %; 9 queries 74 to 79 % and 70 to 71 %; 48 drafts beside 16 rows x 5 queries 62 to 78 %.
-_NARROW_TILES = {
-    16: Tile(16, 64, 2, 3, resident=6),
-    32: Tile(32, 128, 4, 3),
-    64: Tile(64, 128, 4, 3),
-}
+_NARROW_TILES = (
+    Tile(16, 64, 2, 3, resident=6),
+    Tile(32, 128, 4, 3),
+    Tile(64, 128, 4, 3),
+)
 _NARROW, _WIDE = 128, 256
 """Bytes of a head up to which the narrow tiles serve, and beyond which blocks hold half as many tokens, so that two
 programs fit a multiprocessor."""
@@ -70,4 +70,5 @@ def tile_for(queries: int, group: int, size: int, itemsize: int) -> Tile:
     if size * itemsize > _WIDE:
         return Tile(block_m, 32, 4, 2)
     tiles = _NARROW_TILES if size * itemsize <= _NARROW else _TILES
-    return replace(tiles[min(block_m, 64)], block_m=block_m)
+    tile = next(tile for tile in tiles if tile.block_m >= min(block_m, 64))
+    return replace(tile, block_m=max(block_m, tile.block_m))
